@@ -151,7 +151,7 @@ def warm(rollout, agents):
 @pytest.fixture
 def own(backend):
     """Two groups of this test alone: one agent, and two replicas."""
-    with bm.ResourcePool([2], backend=backend) as first, bm.ResourcePool([1], backend=backend) as second:
+    with bm.ResourcePool(spread([2]), backend=backend) as first, bm.ResourcePool([1], backend=backend) as second:
         rollout = bm.WorkerGroup(first, Rollout)
         yield rollout, warm(rollout, bm.WorkerGroup(second, Agent, rollout))
 

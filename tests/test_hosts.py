@@ -148,7 +148,7 @@ def test_workers_call_groups_on_every_host(hosts):
             assert found["values"] and found["items"], (name, found)
             assert found["places"] == places[name.rpartition(" ")[2]] and len(found["ranks"]) == len(found["places"])
         before = hosts.traffic(0)
-        assert all(told("sent", "\n")["sent"]), "from one worker of a host to another one"
+        assert all(told("sent", "\n")["sent"])
         assert sum(hosts.traffic(0)) - sum(before) < 1_000_000, "each sends 8 MB, of which the controller sees none"
         told("is_held", "\n")
         send_signal(hosts, 2, "KILL", found_on(hosts, 2, AGENT))

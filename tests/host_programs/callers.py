@@ -85,7 +85,7 @@ with contextlib.ExitStack() as stack:
         for name, rollout in rollouts.items()
     }
     tell(asked={name: caller.ask()[0] for name, caller in callers.items()})
-    tell(sent=callers["first asks first"].send())
+    tell(sent=[callers[f"{place} asks {name}"].send()[0] for place in NODES for name in ("first", "both")])
     held = {name: caller.hold.submit() for name, caller in callers.items() if name.endswith("both")}
     del held["second asks both"]
     tell(is_held=True)

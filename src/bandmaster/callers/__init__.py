@@ -6,5 +6,9 @@
     WorkerGroup ── pickled: GroupReference ─────────────► CalledGroup
     Door: one socket for all groups ◄── which rank? ───── ReachedWorkers: a lane to each rank, made when it is needed
       └── passes the socket on ──► rank ◄── requests ────────┘
-    Relay: makes the calls of all ranks ◄── any other call ── RelayedMethod
+    ControllersRelay: calls of all ranks ◄─ any other ─── RelayedMethod
+
+    controller                       agent                worker on another host
+    ControllersRelay ◄─ FarCalls ◄── PassedCalls ◄─ Door ─── asks for ranks, and has other calls relayed
+                                     HostRanks of the agent ◄── requests to its ranks ── FarRanks, if on a third host
 """

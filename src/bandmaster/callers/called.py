@@ -6,7 +6,6 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from socket import gethostname
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
@@ -15,7 +14,6 @@ from bandmaster.callers.reached import ReachedWorkers, is_here
 from bandmaster.calls.future import Future
 from bandmaster.calls.spec import MethodSpec, specs_of
 from bandmaster.calls.submission import Submitter
-from bandmaster.contract import Workers
 from bandmaster.errors import UsageError, suggestion
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.plan.mesh import Mesh
@@ -28,7 +26,7 @@ from bandmaster.requests.router import Router
 from bandmaster.requests.target import ANY, Target
 from bandmaster.wire.lanes import LaneClient
 from bandmaster.worker import Registration, Worker, registrations
-from bandmaster.worker_process.call_path import PATH, Process, Step, conflict, path_of_this_call, refusal
+from bandmaster.worker_process.call_path import PATH, Step, conflict, path_of_this_call, refusal
 
 _ONE = Mesh(dp=1)
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
@@ -48,27 +46,22 @@ class GroupReference:
         door: The address of its controller's door.
         key: Its key there.
         name: Its name.
-        nearest: The address of the door that hands out lanes to all its ranks; "" if no door has them all.
+        reach: How workers reach its ranks: by "lanes", on the host of the controller, by "links", or not at all, "".
         prefix: The prefix of the workers' names of its methods.
     """
 
     door: str
     key: str
     name: str
-    nearest: str
+    reach: str
     prefix: str = ""
 
 
 def reference_to(group: GivenGroup, key: str, prefix: str) -> GroupReference:
     """The reference to a group of this process, which workers can reach from here on."""
-    door, workers = Door.give(key, group), group.workers()
-    return GroupReference(door, key, group.name, _nearest(workers, door), prefix)
-
-
-def _nearest(workers: Workers, door: str) -> str:
-    if isinstance(workers, AgentWorkers):
-        return workers.hosts[0].door if len(workers.hosts) == 1 else ""
-    return door if isinstance(workers, LaneClient) else ""
+    workers = group.workers()
+    reach = "links" if isinstance(workers, AgentWorkers) else "lanes" if isinstance(workers, LaneClient) else ""
+    return GroupReference(Door.give(key, group), key, group.name, reach, prefix)
 
 
 def called_group(reference: GroupReference, cls: type[Worker], mesh: Mesh, meshes: Mapping[str, Mesh]) -> CalledGroup:
@@ -89,9 +82,9 @@ def _one_of(known: dict[K, V], key: K, make: Callable[[], V]) -> V:
 class CalledGroup:
     """A worker group that was passed to a worker, which calls it: ``await group.method(x)``, or ``submit``.
 
-    Arguments and values are passed by value. Requests go straight to the replica, by a lane of this process, if all
-    ranks are on this host and the replica is one rank; all other calls go by way of the controller. A method of a
-    worker can wait for calls of other groups, but not for a call that waits for that method.
+    Arguments and values are passed by value. Requests go straight to the replica, by a lane or link of this process, if
+    it is one rank; all other calls go by way of the controller. A method of a worker can wait for calls of other
+    groups, but not for a call that waits for that method.
 
     The group belongs to its controller: it cannot be closed, restarted or resized here.
 
@@ -136,7 +129,7 @@ class CalledGroup:
                 )
             return RelayedMethod(self, self._relay, spec, 0)
         routed = replicas(spec.mesh, protocol)
-        if self._is_near and all(len(ranks) == 1 for ranks in routed) and not self._workers.is_stopped:
+        if self._is_direct and all(len(ranks) == 1 for ranks in routed) and not self._workers.is_stopped:
             return DirectMethod(self, self._submitter, spec)
         return RelayedMethod(self, self._relay, spec, len(routed))
 
@@ -147,14 +140,15 @@ class CalledGroup:
         return self._n_forks != n_forks() or (sent is not None and sent.is_over)
 
     @cached_property
-    def _is_near(self) -> bool:
-        """Whether all ranks are on this host."""
-        return bool(self._reference.nearest) and is_here(self._reference.nearest)
+    def _is_direct(self) -> bool:
+        """Whether each rank can be reached from this host."""
+        reach = self._reference.reach
+        return reach == "links" or (reach == "lanes" and is_here(self._reference.door))
 
     @cached_property
     def _workers(self) -> ReachedWorkers:
         """The ranks, as they are reached by lanes."""
-        return ReachedWorkers(self._reference.nearest, self._reference.key, self.world_size, self.name)
+        return ReachedWorkers(self._reference.door, self._reference.key, self.world_size, self.name)
 
     @cached_property
     def _submitter(self) -> Submitter:
@@ -203,7 +197,7 @@ class DirectMethod(CalledMethod):
         router, request, target = super()._made(args, kwargs, [*beside, (PATH, path)])
         if target.min_version is not None:
             _reached(router).reach_all()  # so that they tell their versions
-        steps, processes = self._conflicts(router, path), self._processes(router, path).values()
+        steps, processes = self._conflicts(router, path), _reached(router).processes_for(path).values()
         request.calls_back = any(step.process in processes for step in path)
         free = [n for n, replica in enumerate(router.replicas) if steps.keys().isdisjoint(replica.ranks)]
         if steps and (not free or target.replica not in (None, *free)):
@@ -220,17 +214,12 @@ class DirectMethod(CalledMethod):
 
     def _conflicts(self, router: Router, path: tuple[Step, ...]) -> dict[int, Step]:
         """The ranks that would begin this call only when a call of its path has ended, with that call."""
-        processes = self._processes(router, path)
+        processes = _reached(router).processes_for(path)
         alone = next((step for step in path if step.is_alone and step.process in processes.values()), None)
         if alone is not None:  # perhaps on all ranks, which would wait for each other
             return dict.fromkeys(processes, alone)
         found = {rank: conflict(path, process, router.is_exclusive) for rank, process in processes.items()}
         return {rank: step for rank, step in found.items() if step is not None}
-
-    def _processes(self, router: Router, path: tuple[Step, ...]) -> dict[int, Process]:
-        """The processes of the ranks, among which one may be in a path."""
-        host = gethostname()
-        return {rank: (host, pid) for rank, pid in _reached(router).pids(path).items()}
 
 
 class RelayedMethod(CalledMethod):
@@ -242,7 +231,6 @@ class RelayedMethod(CalledMethod):
         spec: The method.
         n_replicas: The number of its replicas if it is a request, else 0.
         given: The options that the controller gets.
-        target: Those of a stream.
     """
 
     def __init__(
@@ -252,11 +240,10 @@ class RelayedMethod(CalledMethod):
         spec: MethodSpec,
         n_replicas: int,
         given: Mapping[str, Any] = _NO_OPTIONS,
-        target: Target = ANY,
     ) -> None:
         function = _yields if spec.is_generator else _is_awaited
         relayed = replace(spec, function=function, goes_everywhere=True, registration=_RELAYED, mesh=_ONE, ranks=(0,))
-        super().__init__(group, submitter, relayed, None, target)
+        super().__init__(group, submitter, relayed, None, replace(ANY, maxsize=given.get("maxsize", ANY.maxsize)))
         self._asked, self._n_replicas, self._given = spec, n_replicas, dict(given)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -270,11 +257,10 @@ class RelayedMethod(CalledMethod):
 
     def options(self, /, **options: Any) -> RelayedMethod:
         """A copy of this method with other options; the controller checks those of calls of all ranks."""
-        given, target = {**self._given, **options}, ANY
+        given = {**self._given, **options}
         if self._n_replicas:
-            chosen = {name: value for name, value in given.items() if name != "timeout"}
-            target = replace(ANY, maxsize=ANY.but(chosen, self._n_replicas).maxsize)
-        return type(self)(self._group, self._submitter, self._asked, self._n_replicas, given, target)
+            ANY.but({name: value for name, value in given.items() if name != "timeout"}, self._n_replicas)
+        return type(self)(self._group, self._submitter, self._asked, self._n_replicas, given)
 
     def all(self, /, *args: Any, **kwargs: Any) -> Future[list[Any]]:
         """Send the request to all replicas; see `RequestMethod.all`."""

@@ -13,16 +13,18 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-from bandmaster.callers.passed import ELSEWHERE, FIND, FarCalls, Relay
-from bandmaster.callers.reached import DIED, MOVED, READY, SHUT, Asked
+from bandmaster.callers.passed import FIND, FarCalls, PassedCalls
+from bandmaster.callers.reached import DIED, ELSEWHERE, FAR, MOVED, READY, SHUT, Asked, FarPlace
 from bandmaster.calls.future import Future
 from bandmaster.contract import FIRST_ITEMS, METHOD, MORE_ITEMS, OPEN_ITEMS, Workers
 from bandmaster.errors import BandmasterError, ClosedError, UsageError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.links import AgentLinks
 from bandmaster.hosts.workers import AgentWorkers
+from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.forks import n_forks
 from bandmaster.platform.locks import SigintSafeLock
+from bandmaster.platform.settings import host_timeout_s
 from bandmaster.requests.method import RequestMethod
 from bandmaster.requests.stream import RequestStream
 from bandmaster.wire.lane import Lane, set_buffer
@@ -30,7 +32,7 @@ from bandmaster.wire.lanes import LaneClient
 from bandmaster.wire.segment_reader import RowReaders
 from bandmaster.wire.segments import SegmentWriter
 from bandmaster.worker_process.call_path import PATH, conflict, earlier, refusal
-from bandmaster.worker_process.executor import Arguments
+from bandmaster.worker_process.executor import Arguments, Executor
 from bandmaster.worker_process.requests import Requests
 
 OPTIONS = "bandmaster.options"  # the keyword with the options of a relayed call
@@ -38,7 +40,7 @@ ALL = "bandmaster.all"  # of them: whether it is for all replicas
 QUESTION_NBYTES = 4096
 RENEWED = "it is being replaced"
 ACCEPT_AGAIN_S = 0.5
-LOOK_AGAIN_S = 0.05  # for a rank that is dead, or does not read
+LOOK_AGAIN_S, LOOK_LATER_S = 0.01, 0.5  # for a rank that is dead, or does not read
 _PEER = struct.Struct("3i")  # pid, uid and gid, as SO_PEERCRED has them
 
 
@@ -77,11 +79,11 @@ class Door:
 
     _far: FarCalls
 
-    def __init__(self, relay: Relay | None = None) -> None:
+    def __init__(self, relay: PassedCalls | None = None) -> None:
         self.address = f"bandmaster-door-{os.getpid()}-{secrets.token_hex(8)}"
         self._n_forks = n_forks()
         self._groups: dict[str, GivenGroup] = {}
-        self._relay = relay or ControllersRelay(self._groups)
+        self._relay: ControllersRelay | PassedCalls = relay or ControllersRelay(self._groups)
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listening.bind(f"\0{self.address}")
         self._listening.listen(socket.SOMAXCONN)
@@ -98,7 +100,8 @@ class Door:
             door = cls._open
             if door is None or door._n_forks != n_forks():
                 door = cls._open = cls()
-                door._far = AgentLinks.relays = FarCalls(door._relay)
+                door._far = FarCalls(door._relay)
+                AgentLinks.relays[:] = [door._far.take]
                 cls._addresses.add((n_forks(), door.address))
             door._groups[key] = group
             return door.address
@@ -167,27 +170,28 @@ class Door:
 
     async def _hand_out(self, sock: socket.socket, asked: Asked) -> None:
         """Make a socket a lane to a rank, as soon as the rank lives."""
-        has_told = False
+        has_told, wait_s, patience = False, LOOK_AGAIN_S, Deadline(host_timeout_s())
         try:
             while _is_there(sock):
                 answer, said = await self._relay.find(asked)
-                if answer == READY and not isinstance(said, LaneClient):
-                    answer, said = MOVED, ELSEWHERE
-                if answer == READY and said.admit(asked.rank, sock):
-                    answer, said = READY, said.processes[asked.rank]
-                elif answer == READY or (answer == DIED and has_told):
-                    await asyncio.sleep(LOOK_AGAIN_S)
-                    continue
-                _say(sock, answer, said)
-                if answer != DIED:
-                    break
-                has_told = True
+                process = said.processes.get(asked.rank) if answer == READY else said
+                is_next = process != asked.but or not patience.left()
+                if answer == READY:
+                    is_next = is_next and said.admit(asked.rank, sock)
+                elif answer == DIED:
+                    is_next, has_told = not has_told, True
+                if is_next:
+                    _say(sock, answer, process)
+                    if answer != DIED:
+                        break
+                await asyncio.sleep(wait_s)
+                wait_s = min(1.5 * wait_s, LOOK_LATER_S)
         finally:
             self._waiting.pop(sock, None)
             sock.close()
 
 
-class ControllersRelay(Relay):
+class ControllersRelay(Executor):
     """Makes the calls of groups that workers ask the controller for: those that are for several ranks, or other hosts.
 
     The name of a method has the key of its group before it.
@@ -201,7 +205,7 @@ class ControllersRelay(Relay):
         self._groups = groups
 
     async def find(self, asked: Asked) -> tuple[str, Any]:
-        """The workers that have a rank; see `Relay.find`."""
+        """The workers on this host that have a rank, its place on another one, or why it has none: see `READY`."""
         try:
             group = _found(asked.group, self._groups)
             workers = group.workers()
@@ -210,7 +214,12 @@ class ControllersRelay(Relay):
         workers.check()
         is_renewed = asked.rank in group.renewed()
         failure = Failure(FailureKind.DIED, RENEWED) if is_renewed else workers.deaths.get(asked.rank)
-        return (READY, workers) if failure is None else (DIED, failure)
+        if failure is not None:
+            return DIED, failure
+        if isinstance(workers, AgentWorkers):
+            agent, record = workers.agent_of(asked.rank), workers.records[asked.rank]
+            return FAR, FarPlace(agent.address, record.host, workers.name, record.pid, workers.secret)
+        return (READY, workers) if isinstance(workers, LaneClient) else (MOVED, ELSEWHERE)
 
     def begun(self, method: str, parts: Arguments, rows: RowReaders) -> tuple[Sequence[Any], dict[Any, Any], Any]:
         """Make a call, and return the coroutine that waits for its value."""
@@ -225,11 +234,11 @@ class ControllersRelay(Relay):
         return (), {}, _value_of(submit, runs_here)
 
     async def _told(self, asked: Asked) -> tuple[str, Any]:
-        """The answer to an agent: the name by which it knows the group of a rank, or what a door would answer."""
+        """The answer to an agent, which has the secret."""
         answer, said = await self.find(asked)
         if answer == READY:
-            return (READY, said.name) if isinstance(said, AgentWorkers) else (MOVED, ELSEWHERE)
-        return answer, said
+            return MOVED, ELSEWHERE
+        return answer, said._replace(secret=None) if answer == FAR else said
 
     def _begun_generator(self, args: Sequence[Any], kwargs: dict[str, Any], kind: Any) -> Any:
         made, _, _ = self._method(kwargs.pop(METHOD), kwargs)

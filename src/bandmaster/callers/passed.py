@@ -12,11 +12,11 @@ import asyncio
 import itertools
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from bandmaster.callers.reached import MOVED, READY, SHUT, Asked
+from bandmaster.callers.reached import FAR, READY, SHUT, Asked
 from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import Reply
 from bandmaster.errors import ClosedError
@@ -29,21 +29,12 @@ from bandmaster.wire.segment_reader import RowReaders
 from bandmaster.worker_process.executor import Arguments, Executor
 from bandmaster.worker_process.request_tasks import Outcome, ReceivedRequest, RequestTasks
 
-FIND = "bandmaster.find"  # in place of a method: where a rank is, and under which name its agent knows the group
-ELSEWHERE = "its group was restarted on other hosts"
+FIND = "bandmaster.find"  # in place of a method: where a rank is
 _CLOSED = "group was closed; its workers cannot be called any more"
 _SHUT = Failure(FailureKind.RELAYED, _CLOSED, exception=ClosedError(_CLOSED))
 
 
-class Relay(Executor):
-    """Makes calls of groups that were given to workers, and knows their ranks."""
-
-    async def find(self, asked: Asked) -> tuple[str, Any]:
-        """The workers that have a rank; or why there is no lane to it, as the answer of a door."""
-        raise NotImplementedError
-
-
-class PassedCalls(Relay):
+class PassedCalls(Executor):
     """Has the controller make the calls of workers on this host.
 
     Args:
@@ -68,15 +59,16 @@ class PassedCalls(Relay):
         return outcome
 
     async def find(self, asked: Asked) -> tuple[str, Any]:
-        """The workers that have a rank, if it is on this host; see `Relay.find`."""
+        """The workers on this host that have a rank, or else what the controller says; see `ControllersRelay.find`."""
         found = await self._outcome(FIND, [encode(((0, asked),))])
         if not isinstance(found, Payload):
             return SHUT, _CLOSED
         answer, said = decode(found)
-        if answer == READY:
-            ranks = self._server.ranks_of(said)
-            is_here = ranks is not None and asked.rank in ranks.ranks
-            return (READY, ranks.workers) if ranks is not None and is_here else (MOVED, ELSEWHERE)
+        if answer == FAR:
+            ranks = self._server.ranks_of(said.group)
+            if ranks is not None and asked.rank in ranks.ranks:
+                return READY, ranks.workers
+            said = said._replace(secret=self._server.secret)
         return answer, said
 
     async def _outcome(self, method: str, parts: Sequence[Payload]) -> Outcome:
@@ -124,13 +116,13 @@ class FarCalls:
         with suppress(RuntimeError):  # it was closed
             self._loop.call_soon_threadsafe(self._begin, links, agent, message)
         if self._is_closed:
-            self._answer(number, _SHUT)
+            self._answer(number, _SHUT, links.send)
 
     def close(self) -> None:
         """Make no more calls."""
         self._is_closed = True
-        for number in list(self._open):
-            self._answer(number, _SHUT)
+        for number, (links, _) in list(self._open.items()):
+            self._answer(number, _SHUT, links.tell)
         for fd in self._watched.values():
             self._loop.remove_reader(fd)
             os.close(fd)
@@ -150,16 +142,18 @@ class FarCalls:
             self._tasks.cancel((number,))
 
     def _ended(self, request: ReceivedRequest, outcome: Outcome, times: object) -> None:
-        self._answer(request.number, outcome)
+        found = self._open.get(request.number)
+        if found is not None:  # else it was answered as this was closed
+            self._answer(request.number, outcome, found[0].tell)
         self._tasks.count(1)
 
-    def _answer(self, number: int, outcome: Any) -> None:
+    def _answer(self, number: int, outcome: Any, tell: Callable[..., object]) -> None:
         """Send an outcome, unless the call was answered."""
-        links, agent = self._open.pop(number, (None, None))
-        if links is not None and agent is not None:
+        _, agent = self._open.pop(number, (None, None))
+        if agent is not None:
             has_failed, large = isinstance(outcome, Failure), dict[int, Payload]()
             part = None if outcome is None else _part(encode(outcome) if has_failed else outcome, large)
-            links.tell(agent, FrameKind.RELAYED, number, has_failed, part, large=large)
+            tell(agent, FrameKind.RELAYED, number, has_failed, part, large=large)
 
 
 def _part(payload: Payload, large: dict[int, Payload]) -> Any:

@@ -1,4 +1,10 @@
-"""`ReachedWorkers`: the workers of a group, reached from another worker by lanes that the door hands out."""
+"""`ReachedWorkers`: the workers of a group, reached from another worker by lanes that a door hands out, or links.
+
+::
+
+    ReachedWorkers ── lanes ──► ranks on this host
+         └── FarRanks, for each other host ── link ──► agent ── HostRanks, for each caller ── lanes ──► ranks there
+"""
 
 from __future__ import annotations
 
@@ -7,27 +13,33 @@ import itertools
 import os
 import pickle
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from socket import gethostname
 from typing import Any, NamedTuple, NoReturn
 
-from bandmaster.contract import CLOSED, Ticket, WorkerCall, WorkerRecord
+from bandmaster.codec import Payload
+from bandmaster.contract import CLOSED, Kept, Ticket, WorkerCall, WorkerRecord
 from bandmaster.errors import ClosedError, ResourceError, UsageError
 from bandmaster.errors.failure import Failure, FailureKind
+from bandmaster.hosts.handshake import Refused, Secret
+from bandmaster.hosts.link import FOR_CALLERS, Address, FrameKind, connect
+from bandmaster.hosts.links import Agent, AgentLinks
+from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.settings import agents_door
 from bandmaster.wire.client import MessageTicket
 from bandmaster.wire.lane import set_buffer
 from bandmaster.wire.lanes import LaneClient
 from bandmaster.wire.status_page import N_SLOTS
-from bandmaster.worker_process.call_path import Step
+from bandmaster.worker_process.call_path import Process, Step
 
 ANSWER_S = 30.0  # for the controller to answer, whose Python code may run without a pause
-SETTLE_S, AGAIN_S = 2.0, 0.01  # for the controller to learn of a death, and between two questions
+SETTLE_S = 2.0  # for the controller to learn of a death
 ANSWER_NBYTES = 64 * 1024
-# The answers of a door: with a process, a failure, and reasons.
-READY, DIED, SHUT, MOVED = "ready", "died", "shut", "moved"
+# The answers of a door: with a process, a `FarPlace`, a failure, and reasons; or that there is none yet.
+READY, FAR, DIED, SHUT, MOVED, NOTHING = "ready", "far", "died", "shut", "moved", "nothing"
+ELSEWHERE = "its group was restarted on other hosts"
 
 
 _counts: dict[int, Iterator[int]] = {}  # by process, as forks go on with the modules
@@ -45,10 +57,30 @@ class Asked(NamedTuple):
     Attributes:
         group: The key of a group, or "" for the controller itself, which relays calls.
         rank: The rank of the group.
+        but: The process or place that is known, and gone: the next one is asked for.
     """
 
     group: str
     rank: int
+    but: object = None
+
+
+class FarPlace(NamedTuple):
+    """The place of a rank on another host.
+
+    Attributes:
+        address: The address of the agent there.
+        host: Name of the host.
+        group: The name by which the agent knows the group.
+        pid: The process of the rank.
+        secret: The secret of the agent; None where it is known.
+    """
+
+    address: Address
+    host: str
+    group: str
+    pid: int
+    secret: Secret | None
 
 
 class ReachedWorkers(LaneClient):
@@ -71,6 +103,9 @@ class ReachedWorkers(LaneClient):
     def __init__(self, door: str, group: str, n_ranks: int, name: str) -> None:
         super().__init__(lambda _: Failure(FailureKind.DIED, CLOSED), _numbers())
         self._door, self._group, self._name = door, group, name
+        self._process: dict[int, int | FarPlace] = {}  # of ranks, as the door has said it
+        self._links: AgentLinks | None = None  # to the agents of other hosts
+        self._far: dict[int, FarRanks] = {}
         self._is_asking = False
         self._is_own: bool | None = None  # whether this process is one of the ranks, once that is known
         for rank in range(n_ranks):
@@ -79,20 +114,34 @@ class ReachedWorkers(LaneClient):
 
     # --- calls ---
 
+    def put(self, payloads: Sequence[Payload | Kept]) -> list[Any]:
+        """Leave payloads as they are: how they travel depends on the rank."""
+        return list(payloads)
+
     def request(self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[Ticket]], object]) -> None:
         """Send requests to a rank; see `contract.Workers.request`."""
         self._reach((rank,))
-        super().request(rank, requests, take)
+        client: Any = self._far.get(rank) or super()
+        client.request(rank, [_placed(call, client.put) for call in requests], take)
 
     def call(self, calls: Sequence[WorkerCall], tickets: dict[int, Any]) -> None:
         """Send calls, each to one rank; see `contract.Workers.call`."""
         self._reach([rank for call in calls for rank in call.ranks])
-        super().call(calls, tickets)
+        for call in calls:
+            client: Any = self._far.get(call.ranks[0]) or super()
+            client.call([_placed(call, client.put)], tickets)
 
     def interrupt(self, tickets: Mapping[int, MessageTicket], kill_because: str | None = None) -> None:
         """Interrupt calls; see `contract.Workers.interrupt`. Only the controller ends processes."""
         if kill_because is None:
-            super().interrupt(tickets)
+            super().interrupt({rank: ticket for rank, ticket in tickets.items() if rank not in self._far})
+            for rank, ticket in tickets.items():
+                if (far := self._far.get(rank)) is not None:
+                    far.interrupt({rank: ticket})
+
+    def stacks(self, tickets: Mapping[int, MessageTicket]) -> dict[int, str]:
+        """The stacks of ranks on this host; see `contract.Workers.stacks`."""
+        return super().stacks({rank: ticket for rank, ticket in tickets.items() if rank not in self._far})
 
     def replace(self, rank: int) -> NoReturn:
         """Refuse.
@@ -111,66 +160,92 @@ class ReachedWorkers(LaneClient):
         """Whether the group is known to be closed."""
         return not self.check()
 
-    def pids(self, path: Sequence[Step]) -> Mapping[int, int]:
+    def processes_for(self, path: Sequence[Step]) -> Mapping[int, Process]:
         """The processes of the ranks, among which there may be one that waits for a call with this path."""
         if len(path) > 1 or (path and self._is_own is None):
             self.reach_all()
-            self._is_own = os.getpid() in self.processes.values()
-        return dict(self.processes) if len(path) > 1 or self._is_own else {}
+            self._is_own = os.getpid() in self._process.values()
+        here = gethostname() if len(path) > 1 or self._is_own else ""
+        known = self._process.items() if here else ()
+        return {rank: (here, said) if isinstance(said, int) else (said.host, said.pid) for rank, said in known}
 
-    # --- lanes ---
+    # --- lanes and links ---
 
     def reach_all(self) -> None:
-        """Have lanes to all ranks."""
+        """Have lanes or links to all ranks."""
         self._reach(list(self._open))
 
     def _reach(self, ranks: Sequence[int]) -> None:
-        """Have lanes to ranks."""
+        """Have lanes or links to ranks."""
         with self.lock:
             self._poller.receive_all()  # a rank may have died, or come back, while no thread waited for any
             for rank in ranks:
-                if not (rank in self._lanes or rank in self.deaths or self.is_stopped):
+                if not (rank in self._lanes or rank in self._far or rank in self.deaths or self.is_stopped):
                     self._enter(rank, *self._ask(rank))
 
     def _enter(self, rank: int, sock: socket.socket | None, answer: str, said: Any) -> None:
-        """Take an answer of the door: a lane, a death, or the end of the group; the lock is held."""
+        """Take an answer of the door: a lane, a place, a death, or the end of the group; the lock is held."""
         if answer == READY:
             assert sock is not None, "it was answered"
+            self._process[rank] = said
             self._add(rank, sock, said)
-        elif answer == DIED:
+        elif answer == FAR and rank not in self._lanes:
+            assert sock is not None, "it was answered"
+            sock.close()
+            self._process[rank] = said
+            self._add_far(rank, said)
+        elif answer in (DIED, NOTHING):
             assert sock is not None, "it was answered"
             self._poller.watch(sock.fileno(), partial(self._is_back, rank, sock))  # there may be a new process later
-            super()._note_death(rank, said)
+            self._fail(rank, said)
         else:
             if sock is not None:
                 sock.close()
-            failure = Failure(FailureKind.RELAYED, said, exception=ClosedError(said))
+            why = ELSEWHERE if answer == FAR else said
+            failure = Failure(FailureKind.RELAYED, why, exception=ClosedError(why))
             for one in self._open:
-                super()._note_death(one, Failure(FailureKind.DIED, said) if answer == MOVED else failure)
-            self._close(said)
+                self._fail(one, failure if answer == SHUT else Failure(FailureKind.DIED, why))
+            self._close(why)
+
+    def _add_far(self, rank: int, place: FarPlace) -> None:
+        """Have a link to a rank on another host, or take it for dead as long as the door knows no other place."""
+        self._links = self._links or AgentLinks(poller=self._poller)
+        try:
+            self._far[rank] = far = FarRanks.at(place, self._links, self, len(self._open))
+        except (OSError, Refused) as error:
+            self._fail(rank, Failure(FailureKind.DIED, f"host {place.host} cannot be reached: {error}"))
+            self._enter(rank, *self._ask(rank, but=place, timeout_s=0.0))
+            return
+        for known in (self.deaths, self.reports, far.deaths):
+            known.pop(rank, None)
+
+    def far_has_died(self, ranks: FarRanks, rank: int, failure: Failure | None) -> None:
+        """Take the death of a rank on another host, and how it died, if that is known; the lock is held."""
+        if self._far.get(rank) is ranks:
+            self._note_death(rank, failure)
 
     def _is_back(self, rank: int, sock: socket.socket, _: int) -> None:
         """Take the news of a rank that has died."""
         self._poller.ignore(sock.fileno())
         self._enter(rank, *_answer(sock, 0.0, self._name))
 
-    def _ask(self, rank: int) -> tuple[socket.socket | None, str, Any]:
-        """Ask the door for a rank. Returns the socket, which becomes the lane, and the answer."""
+    def _ask(self, rank: int, but: object = None, timeout_s: float = ANSWER_S) -> tuple[socket.socket | None, str, Any]:
+        """Ask the door for a rank, or its next process. Returns the socket, which becomes the lane, and the answer."""
         with SigintSafeLock():
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             set_buffer(sock)
             sock.settimeout(ANSWER_S)
             self._connect(sock)
-            sock.send(pickle.dumps(Asked(self._group, rank)))
+            sock.send(pickle.dumps(Asked(self._group, rank, but)))
         except ConnectionError:
             sock.close()
             why = "it was closed, or its controller has ended"
-            return None, SHUT, f"group {self._name!r} cannot be reached from {socket.gethostname()}: {why}"
+            return None, SHUT, f"group {self._name!r} cannot be reached from {gethostname()}: {why}"
         except OSError as error:
             sock.close()
             raise ResourceError(f"cannot reach rank {rank} of group {self._name!r}: {error}") from error
-        return _answer(sock, ANSWER_S, self._name)
+        return _answer(sock, timeout_s, self._name)
 
     def _connect(self, sock: socket.socket) -> None:
         """Connect to the door, or to that of the agent of this host if the door is on another one."""
@@ -183,29 +258,93 @@ class ReachedWorkers(LaneClient):
             sock.connect(f"\0{others}")
 
     def _note_death(self, rank: int, failure: Failure | None = None) -> None:
-        """Ask the controller how a rank has died, whose lane has ended; the lock is held."""
+        """Ask the controller how a rank has died, whose lane has ended, or that an agent tells of; the lock is held."""
         if rank in self.deaths or self._is_asking or self.is_stopped:
             return
         self._is_asking = True  # what follows may come back here
         try:
-            pid, deadline = self.processes[rank], time.monotonic() + SETTLE_S
-            sock, answer, said = self._ask(rank)
-            while answer == READY and said == pid and time.monotonic() < deadline:  # the controller does not know yet
-                assert sock is not None, "it was answered"
-                sock.close()
-                time.sleep(AGAIN_S)
-                sock, answer, said = self._ask(rank)
-            if answer == READY:
-                super()._note_death(rank, Failure(FailureKind.DIED, "its process was replaced"))
+            wait_s = SETTLE_S if failure is None else 0.0
+            sock, answer, said = self._ask(rank, self._process[rank], wait_s)
+            if answer in (READY, FAR, NOTHING):
+                self._fail(rank, failure or Failure(FailureKind.DIED, "its process has ended, or was replaced"))
             self._enter(rank, sock, answer, said)
         finally:
             self._is_asking = False
+
+    def _fail(self, rank: int, failure: Failure) -> None:
+        """Note a death, and fail what was sent to the rank."""
+        super()._note_death(rank, failure)
+        far = self._far.pop(rank, None)
+        if far is not None:
+            far.fail(rank, failure)
+
+    def _close(self, why: str) -> None:
+        for rank in list(self._far):
+            self._fail(rank, Failure(FailureKind.DIED, why))
+        super()._close(why)
+        if (links := self._links) is not None:
+            for agent in list(links.agents.values()):
+                links.lose(agent, why)
+
+
+class FarRanks(AgentWorkers):
+    """The ranks of a group on one other host. It is made while the lock of the links is held.
+
+    Args:
+        place: The place of one of them.
+        links: The links of the workers of the whole group.
+        agent: The agent there.
+        owner: These workers.
+        n_ranks: The number of ranks of the group.
+    """
+
+    def __init__(self, place: FarPlace, links: AgentLinks, agent: Agent, owner: ReachedWorkers, n_ranks: int) -> None:
+        super().__init__(place.group, links, [agent] * n_ranks)
+        self.reports, self._owner = owner.reports, owner
+        agent.groups[place.group] = self
+        links.send(agent, FrameKind.CALLS, place.group, [], [], False)  # so that it tells of reports and deaths
+
+    @classmethod
+    def at(cls, place: FarPlace, links: AgentLinks, owner: ReachedWorkers, n_ranks: int) -> FarRanks:
+        """The ranks at a place, to which there is a link from here on.
+
+        Raises:
+            Refused, OSError: The agent there cannot be reached.
+        """
+        agent = links.agents.get(place.address)
+        if agent is None:
+            assert place.secret is not None, "the door has told it"
+            link = connect(place.address, place.secret, FOR_CALLERS)
+            agent = Agent(link, place.address, place.host, place.address, 0)
+            links.serve(agent)
+        known = agent.groups.get(place.group)
+        return known if isinstance(known, cls) else cls(place, links, agent, owner, n_ranks)
+
+    def take_deaths(self, deaths: Mapping[int, Failure]) -> None:
+        """Take the deaths of ranks that their agent tells of."""
+        for rank in deaths:
+            self._owner.far_has_died(self, rank, None)
+
+    def host_is_lost(self, agent: Agent, why: str) -> None:
+        """Take the end of the host."""
+        failure = Failure.of_death(f"host {agent.host} ({agent.address[0]}) is lost: {why}", "", agent.host, 0, "")
+        for rank in range(len(self._agents)):
+            self._owner.far_has_died(self, rank, failure)
+
+    def fail(self, rank: int, failure: Failure) -> None:
+        """Fail the requests to a rank that has died; the lock is held."""
+        super().take_deaths({rank: failure})
+
+
+def _placed(call: WorkerCall, put: Callable[[Sequence[Any]], Sequence[Any]]) -> WorkerCall:
+    """A call whose parts travel to a rank."""
+    return call._replace(parts=tuple(put(call.parts)))
 
 
 def is_here(door: str) -> bool:
     """Whether a door is on this host."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        return door == agents_door() or sock.connect_ex(f"\0{door}") != errno.ECONNREFUSED
+        return sock.connect_ex(f"\0{door}") != errno.ECONNREFUSED
 
 
 def _answer(sock: socket.socket, timeout_s: float, name: str) -> tuple[socket.socket, str, Any]:
@@ -213,7 +352,10 @@ def _answer(sock: socket.socket, timeout_s: float, name: str) -> tuple[socket.so
     sock.settimeout(timeout_s)
     try:
         message = sock.recv(ANSWER_NBYTES)
-    except TimeoutError:
+    except (TimeoutError, BlockingIOError):
+        if timeout_s < ANSWER_S:
+            sock.setblocking(True)
+            return sock, NOTHING, None
         sock.close()
         raise ResourceError(
             f"the controller has not handed out a lane to group {name!r} within {ANSWER_S:g} s; its Python code may "

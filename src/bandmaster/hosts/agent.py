@@ -5,6 +5,7 @@
     controller ── link ──► AgentServer ── calls ──► HostRanks, one per group ── lanes ──► workers
     other agents ── connections for rows ──► serve_rows
                  ── connections of a tree ─► calls and replies that are passed on
+    workers of other hosts ── connections ─► HostRanks, one for each group and caller
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from bandmaster.errors import ClosedError, ResourceError
 from bandmaster.errors.failure import Failure
 from bandmaster.hosts.handshake import Refused, Secret, welcome
 from bandmaster.hosts.link import (
+    FOR_CALLERS,
     FOR_MESSAGES,
     FOR_RELAY,
     FOR_ROWS,
@@ -73,6 +75,7 @@ class AgentServer:
 
     Attributes:
         address: The IP address and port that it listens on.
+        secret: The secret that the controller and other agents have to know.
         take_relayed: Called with the value of a call that the controller has made for a worker; the lock is held.
 
     Args:
@@ -83,7 +86,7 @@ class AgentServer:
     """
 
     def __init__(self, secret: Secret, address: str, host: Host, controller: str) -> None:
-        self._secret, self._host = secret, host
+        self.secret, self._host = secret, host
         self._announced = announce(AGENT, controller)
         self._listening = socket.create_server((address, 0), backlog=128)
         self.address: Address = self._listening.getsockname()[:2]
@@ -92,6 +95,7 @@ class AgentServer:
         self._poller = Poller()
         self._lock = self._poller.lock  # guards all that follows, but for strangers
         self._groups: dict[str, HostRanks] = {}
+        self._called: dict[tuple[Link, str], HostRanks] = {}  # groups as workers of other hosts call them
         self._stopped: dict[str, str] = {}  # groups that were ended before they had started, and why
         self._controller: Link
         self._below: dict[Address, Link] = {}  # by address: agents that this one passes calls on to
@@ -125,7 +129,7 @@ class AgentServer:
                     oldest.shutdown(socket.SHUT_RDWR)
             self._strangers[sock] = None
         try:
-            trusted, keys, purpose = welcome(sock, self._secret)
+            trusted, keys, purpose = welcome(sock, self.secret)
         except (Refused, OSError) as error:
             _log.warning("closed a connection from %s:%d: %s", *peer[:2], error)
             sock.close()
@@ -140,6 +144,10 @@ class AgentServer:
         elif purpose == FOR_RELAY:
             with self._lock:
                 self._serve(Link(trusted, keys, self._place))
+        elif purpose == FOR_CALLERS:
+            with self._lock:
+                caller = Link(trusted, keys, self._place)
+                caller.serve(self._poller, partial(self._take_called, caller), partial(self._end, caller))
         else:
             trusted.close()
 
@@ -158,7 +166,8 @@ class AgentServer:
         with contextlib.suppress(Closed), self._lock:
             self._serve(self._controller)
             while True:
-                dues = [due for ranks in self._groups.values() if (due := ranks.due_s) is not None]
+                every = *self._groups.values(), *self._called.values()
+                dues = [due for ranks in every if (due := ranks.due_s) is not None]
                 self._poller.receive(min(dues) if dues else None)
                 while self._written:
                     self._controller.post(FrameKind.OUTPUT, self._written.popleft())
@@ -179,19 +188,22 @@ class AgentServer:
         self._below = {address: below for address, below in self._below.items() if below is not other}
         for ranks in self._groups.values():
             ranks.below = [below for below in ranks.below if below is not other]
+        for key in [key for key in self._called if key[0] is other]:
+            self._called.pop(key).cancel()
         other.close()
 
     def _tell(self) -> None:
         """Send the replies and deaths of the groups."""
-        for name, ranks in list(self._groups.items()):
+        here = [(self._controller, name, ranks) for name, ranks in self._groups.items()]
+        for owner, name, ranks in [*here, *[(*key, ranks) for key, ranks in self._called.items()]]:
             if not ranks.has_news:
                 continue
             deaths = ranks.deaths()
             said, large = ranks.replies(bool(deaths))
             if said:
-                (ranks.home or self._controller).post(FrameKind.REPLIES, name, said, large=large)
+                (ranks.home or owner).post(FrameKind.REPLIES, name, said, large=large)
             if deaths:
-                self._controller.post(FrameKind.DEATHS, name, deaths)
+                owner.post(FrameKind.DEATHS, name, deaths)
 
     def _place(self, kind: int, content: tuple[Any, ...], sizes: Sequence[int]) -> Payload:
         """The memory for a large payload: that of a call is received in a segment, which the ranks map."""
@@ -225,6 +237,22 @@ class AgentServer:
             ranks.take_replies(message)
         else:
             (ranks.interrupt if kind == FrameKind.INTERRUPT else ranks.resume)(content[1])
+
+    def _take_called(self, caller: Link, message: Message) -> None:
+        """Take a message of a worker of another host, which calls ranks here."""
+        if message.kind == FrameKind.PING:
+            caller.post(FrameKind.PONG)
+            return
+        name = message.content[0]
+        known, ranks = self._groups.get(name), self._called.get((caller, name))
+        if ranks is None and known is not None:
+            ranks = self._called[caller, name] = HostRanks(known.workers, known.ranks, {}, self._poller.wake)
+        if ranks is None:  # the group was stopped, as the controller tells the caller when this link has ended
+            self._end(caller, "the group was stopped")
+        elif message.kind == FrameKind.CALLS:
+            ranks.take(message, is_passed_on=False)
+        elif message.kind == FrameKind.INTERRUPT:
+            ranks.interrupt(message.content[1])
 
     def _call(self, other: Link, ranks: HostRanks, message: Message) -> None:
         _, _, fetches, is_for_all = message.content
@@ -299,7 +327,7 @@ class AgentServer:
     def relay(self, name: str, addresses: Sequence[Address], n_ranks: int) -> None:
         """Pass calls of a group on to other agents, which have so many ranks of it together."""
         missing = [address for address in addresses if address not in self._below]
-        made = {address: connect(address, self._secret, FOR_RELAY, self._place) for address in missing}
+        made = {address: connect(address, self.secret, FOR_RELAY, self._place) for address in missing}
         with self._lock:
             self._below.update(made)
             for below in made.values():
@@ -317,6 +345,9 @@ class AgentServer:
                 self._poller.ignore(ranks.workers.arrivals)
         if ranks is not None:
             ranks.workers.stop(why)
+        with self._lock:
+            self._tell()  # callers on other hosts
+            self._called = {key: ranks for key, ranks in self._called.items() if key[1] != name}
 
     def end(self) -> None:
         """End all that was started on this host."""

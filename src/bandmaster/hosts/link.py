@@ -36,7 +36,8 @@ from bandmaster.hosts.handshake import HANDSHAKE_TIMEOUT_S, Keys, Secret, greet
 from bandmaster.wire.messages import Closed
 from bandmaster.wire.poller import HAS_ROOM, Poller
 
-FOR_MESSAGES, FOR_ROWS, FOR_RELAY = 1, 2, 3  # purposes of links: of the controller, for rows, of another agent
+# Purposes of links: of the controller, for rows, of another agent, of a worker that was given a group.
+FOR_MESSAGES, FOR_ROWS, FOR_RELAY, FOR_CALLERS = 1, 2, 3, 4
 MAC_NBYTES = 16
 DIGEST_NBYTES = 32
 MAX_HEAD_NBYTES = 1 << 30
@@ -362,7 +363,7 @@ def connect(
     Args:
         address: Where it listens.
         secret: The secret that both ends know.
-        purpose: `FOR_MESSAGES`, `FOR_ROWS` or `FOR_RELAY`.
+        purpose: `FOR_MESSAGES`, `FOR_ROWS`, `FOR_RELAY` or `FOR_CALLERS`.
         place: Makes the memory that large payloads are received in.
         timeout_s: As that of a `Link`.
 

@@ -43,13 +43,6 @@ class RemoteGroup(Protocol):
         """Whether ranks of a host owe a reply."""
 
 
-class RelaysCalls(Protocol):
-    """The room `callers`, as far as links know it; see `AgentLinks.relays`."""
-
-    def take(self, links: AgentLinks, agent: Agent, message: Message | None) -> None:
-        """Take a call of a worker on the host of an agent; None if the agent is lost. The lock is held."""
-
-
 class Agent:
     """The agent of one host, on the controller's side.
 
@@ -59,7 +52,6 @@ class Agent:
         host: Name of its host.
         address: The address at which it listens.
         pid: Its process, on its host.
-        door: The address of its door, where workers on its host ask for lanes; "" if it has none.
         groups: The groups that have ranks on its host.
         lost: Why it is gone; None as long as it is not.
         kept: Keys of rows that futures of this controller refer to.
@@ -67,10 +59,8 @@ class Agent:
         pinged_at: When it was asked for a sign of life.
     """
 
-    def __init__(
-        self, link: Link, key: Hashable, host: str, address: tuple[str, int], pid: int, door: str = ""
-    ) -> None:
-        self.link, self.key, self.host, self.address, self.pid, self.door = link, key, host, address, pid, door
+    def __init__(self, link: Link, key: Hashable, host: str, address: tuple[str, int], pid: int) -> None:
+        self.link, self.key, self.host, self.address, self.pid = link, key, host, address, pid
         self.groups: dict[str, RemoteGroup] = {}
         self.lost: str | None = None
         self.kept: set[RowKey] = set()
@@ -102,16 +92,18 @@ class AgentLinks(Client):
         row_links: Connections to them that rows are fetched by.
         poller: Waits for what arrives over all links.
         numbers: The numbers of calls and questions.
-        relays: Makes calls for workers on other hosts, once a group was given to workers.
+        relays: Called with each call that a worker has the controller make by way of an agent, and with None when an
+            agent is lost; the lock is held.
 
     Args:
         release: Ends the agents that are not needed. A thread calls it again and again as long as there is one.
+        poller: Waits for more than the links; by default it is theirs.
     """
 
-    relays: ClassVar[RelaysCalls | None] = None
+    relays: ClassVar[list[Callable[[AgentLinks, Agent, Message | None], object]]] = []
 
-    def __init__(self, release: Callable[[], object] = lambda: None) -> None:
-        self.poller, self.numbers = Poller(), itertools.count(1)
+    def __init__(self, release: Callable[[], object] = lambda: None, poller: Poller | None = None) -> None:
+        self.poller, self.numbers = poller or Poller(), itertools.count(1)
         super().__init__(self.poller, self.numbers)
         self.secret = Secret.new()
         self.agents: dict[Hashable, Agent] = {}
@@ -122,17 +114,21 @@ class AgentLinks(Client):
     def add(self, agent: Agent) -> None:
         """Serve a new link."""
         with self.lock:
-            self.agents[agent.key] = agent
-            self._open[id(agent)] = {}
-            agent.link.serve(self.poller, partial(self._take, agent), partial(self._lose, agent))
-            if self._stop_beating is None:
-                self._stop_beating = threading.Event()
-                start_thread("bandmaster-heartbeat", self._beat, self._stop_beating)
+            self.serve(agent)
+
+    def serve(self, agent: Agent) -> None:
+        """Serve a new link; the lock is held."""
+        self.agents[agent.key] = agent
+        self._open[id(agent)] = {}
+        agent.link.serve(self.poller, partial(self._take, agent), partial(self.lose, agent))
+        if self._stop_beating is None:
+            self._stop_beating = threading.Event()
+            start_thread("bandmaster-heartbeat", self._beat, self._stop_beating)
 
     def remove(self, agent: Agent) -> None:
         """Close a link."""
         with self.lock:
-            self._lose(agent, CLOSED)
+            self.lose(agent, CLOSED)
 
     def close(self) -> None:
         """Close all links."""
@@ -166,7 +162,7 @@ class AgentLinks(Client):
                     self.poller.receive(BEAT_S)
                 for agent in waiting:
                     if time.monotonic() - max(began, agent.link.heard_at) > host_timeout_s():
-                        self._lose(agent, f"it has taken nothing for {host_timeout_s():g} s")
+                        self.lose(agent, f"it has taken nothing for {host_timeout_s():g} s")
 
     def ask(self, agent: Agent, question: Callable[..., object], *args: Any) -> MessageTicket:
         """Have an agent call a method of its `AgentServer`; `answers` waits for what that returns."""
@@ -223,10 +219,10 @@ class AgentLinks(Client):
             ticket = self._open[id(agent)].pop(content[0], None)
             if ticket is not None:
                 self._finish(ticket, content[1])
-        elif kind == FrameKind.RELAY and self.relays is not None:
-            self.relays.take(self, agent, message)
+        elif kind == FrameKind.RELAY:
+            self.relays[0](self, agent, message)
 
-    def _lose(self, agent: Agent, why: str) -> None:
+    def lose(self, agent: Agent, why: str) -> None:
         """Take the end of an agent."""
         if agent.lost is not None:
             return
@@ -239,8 +235,8 @@ class AgentLinks(Client):
         del self._open[id(agent)]
         for group in list(agent.groups.values()):
             group.host_is_lost(agent, why)
-        if self.relays is not None:
-            self.relays.take(self, agent, None)
+        for take in self.relays:
+            take(self, agent, None)
         if not self.agents and self._stop_beating is not None:
             self._stop_beating.set()
             self._stop_beating = None
@@ -264,7 +260,7 @@ class AgentLinks(Client):
         is_owed = bool(self._open[id(agent)]) or any(group.is_owed(agent) for group in agent.groups.values())
         is_asked = agent.pinged_at > agent.link.heard_at
         if is_owed and is_asked and silent_s >= limit_s - BEAT_S and now - agent.pinged_at >= limit_s / 2:
-            self._lose(agent, f"it has given no sign of life for {silent_s:.0f} s")
+            self.lose(agent, f"it has given no sign of life for {silent_s:.0f} s")
         elif agent.released or (is_owed and not is_asked and silent_s >= SILENCE_S):
             agent.pinged_at = now
             self.send(agent, FrameKind.PING)

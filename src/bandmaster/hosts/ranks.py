@@ -377,6 +377,13 @@ class HostRanks:
                 self._queue.append(queued)
         self.workers.interrupt(self.tickets(numbers))
 
+    def cancel(self) -> None:
+        """Interrupt all calls, as their caller is gone."""
+        self._queue.clear()
+        for rank, tickets in self._open.items():
+            for ticket in list(tickets.values()):
+                self.workers.interrupt({rank: ticket})
+
     def resume(self, numbers: Mapping[int, int]) -> None:
         """Let ranks begin their next calls, by the numbers of calls; see `contract.Workers.resume`."""
         failed = {rank: self._failed.get(rank, (0, None)) for rank in numbers}

@@ -24,6 +24,7 @@ from bandmaster.contract import (
 from bandmaster.errors import ClosedError, PlacementError, RowsLost
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.agent import AgentServer
+from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import FrameKind, Message
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.rows import Fetch, PendingFetch, RowKey
@@ -197,6 +198,15 @@ class AgentWorkers(Client):
     def hosts(self) -> list[Agent]:
         """The agents of the group, each once."""
         return list(dict.fromkeys(self._agents))
+
+    @property
+    def secret(self) -> Secret:
+        """The secret of the agents."""
+        return self._links.secret
+
+    def agent_of(self, rank: int) -> Agent:
+        """The agent of the host of a rank."""
+        return self._agents[rank]
 
     def ranks_on(self, agent: Agent) -> tuple[int, ...]:
         """The ranks on a host."""

@@ -84,13 +84,11 @@ class AgentFacts(NamedTuple):
         address: Where it listens.
         host: Name of its host.
         pid: Its process.
-        door: Where workers ask for lanes to the ranks there.
     """
 
     address: tuple[str, int]
     host: str
     pid: int
-    door: str
 
 
 class BandmasterAgent:
@@ -102,9 +100,9 @@ class BandmasterAgent:
         sys.path.extend(path for path in opening.paths if path not in sys.path and os.path.isdir(path))
         sys.argv[:] = opening.argv
         server = AgentServer(opening.secret, address, _RayHost(opening, address), opening.controller)
-        os.environ[AGENTS_DOOR] = door = Door(PassedCalls(server)).address
+        os.environ[AGENTS_DOOR] = Door(PassedCalls(server)).address
         start_thread("bandmaster-agent", self._serve, server)
-        return AgentFacts(server.address, os.uname().nodename, os.getpid(), door)
+        return AgentFacts(server.address, os.uname().nodename, os.getpid())
 
     @staticmethod
     def _serve(server: AgentServer) -> None:
@@ -220,7 +218,7 @@ class RayAgents:
             try:
                 facts = ray.get(self._opened.pop(key), timeout=START_TIMEOUT_S)
                 link = connect(facts.address, links.secret, FOR_MESSAGES)
-                links.add(Agent(link, key, facts.host, facts.address, facts.pid, facts.door))
+                links.add(Agent(link, key, facts.host, facts.address, facts.pid))
             except (RayError, OSError, Refused) as error:
                 self._is_due = True
                 raise _unreachable(key, facts, error) from error
