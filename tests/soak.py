@@ -6,10 +6,10 @@
 
 Groups of one to four ranks are started, called, hurt, mended and closed (soaking/episode.py). Whatever is done to them,
 each call gives exactly what it should, or an error of the library that names a rank which was hurt (expected.py); so do
-rows by reference (rows.py), streams (streams.py), and weights that are synced or change their layout (weights.py). No
-wait is longer than its limit (guards.py); and every hundred groups, and in the end, the process has no more threads,
-processes, descriptors and shared memory than in the beginning. Most of the time goes to backend local, the rest to Ray
-where it is installed. Pytest does not collect it: `make soak`.
+rows by reference (rows.py), streams (streams.py), requests of the controller and of workers (requests.py), and weights
+that are synced or change their layout (weights.py). No wait is longer than its limit (guards.py); and every hundred
+groups, and in the end, the process has no more threads, processes, descriptors and shared memory than in the beginning.
+Most of the time goes to backend local, the rest to Ray where it is installed. Pytest does not collect it: `make soak`.
 """
 
 import argparse

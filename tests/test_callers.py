@@ -2,12 +2,14 @@
 
 import asyncio
 import os
+import pickle
 import signal
 import threading
 import time
 
 import numpy as np
 import pytest
+from ctrl_c import pressed
 from hosts import spread
 
 import bandmaster as bm
@@ -603,6 +605,24 @@ def test_a_thread_finds_a_group_again_that_was_restarted(own, is_in_process):
             agents.do(lambda group: group.chat("b").result())
     rollout.restart()
     assert agents.do.options(timeout=DEADLINE)(until_it_answers) == ["bb"]
+
+
+@pytest.mark.backends("inprocess")
+def test_ctrl_c_as_a_group_that_was_given_away_is_closed_leaves_nothing(backend):
+    def n_loops():
+        return sum(thread.name == "bandmaster-async-methods" for thread in threading.enumerate())
+
+    before = n_loops()
+    with bm.ResourcePool([1], backend=backend) as pool:
+        for n in range(1, 1000):
+            group = bm.WorkerGroup(pool, Rollout)
+            pickle.dumps(group)
+            was_pressed = pressed(group.close, n)
+            group.close()
+            assert n_loops() == before, n
+            if not was_pressed:
+                break
+        assert n > 20
 
 
 def test_a_fork_of_the_controller_does_not_hide_that_a_group_was_closed(own, is_in_process):

@@ -5,7 +5,6 @@ import gc
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -14,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from clock import idle_time
+from ctrl_c import pressed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -540,27 +540,6 @@ def test_ctrl_c_cancels_what_is_waited_for(group, gate, how):
         timer.start()
         mapped.result() if how == "whole" else list(mapped)
     assert n_cancelled(group) == 4
-
-
-def pressed(call, n):
-    """Call a function, and press Ctrl-C at the n-th entry or exit of one of the library's; whether there was one."""
-
-    def press(frame, kind, what):
-        nonlocal n
-        is_ours = frame.f_globals.get("__name__", "").startswith("bandmaster")
-        n -= is_ours and kind in ("call", "return") and frame.f_code.co_name[0] != "<"  # generators lose it as they end
-        if n == 0:
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGINT)
-
-    try:
-        sys.setprofile(press)
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.setprofile(None)
-    return n <= 0
 
 
 async def submitted(method, *arguments):

@@ -8,6 +8,7 @@ from collections import deque
 
 from soaking.callers import Callers, check_order
 from soaking.expected import Expected, Prediction, Wrong, outcome_of, random_faults
+from soaking.requests import ask_from_workers, ask_many
 from soaking.rows import Chain
 from soaking.streams import Reading
 from soaking.subject import DEADLY, HANGING, Subject, random_array, random_batch, same
@@ -74,12 +75,13 @@ class Episode:
     def act(self):
         """Do something at random."""
         actions = [self.call] * 8 + [self.pipeline] * 4 + [self.call_from_threads, self.callers, self.mistake]
-        actions += [self.rows_by_reference] * 3 + [self.stream] * 3
+        actions += [self.rows_by_reference] * 3 + [self.stream] * 3 + [self.requests] * 2
         if not self.expected.is_dead:
             actions += [self.misbehave, self.misbehave, self.kill, self.hang, self.hang, self.start_children]
             actions += [self.interrupt_call] * 3 + [
                 self.interrupt_stream,
                 self.kill_under_calls,
+                self.kill_under_requests,
                 self.restart_under_calls,
             ]
         else:
@@ -216,6 +218,28 @@ class Episode:
             with Callers(self.group, may_fail=False):
                 outcome_of(self.group.echo, 1)
             check_order(self.group.heard())
+
+    def requests(self):
+        """Requests from an event loop, and sometimes from workers as well."""
+        if self.faults or self.expected.may_be_dead:
+            return
+        with self.within(30, "requests"):
+            (ask_from_workers if self.is_local and self.rng.random() < 0.3 else ask_many)(self.rng, self.group)
+
+    def kill_under_requests(self):
+        if self.faults or self.expected.may_be_dead:
+            return
+        rank = self.rng.choice(self.ranks)
+
+        def kill():
+            kill_process(self.pids[rank])
+            return rank
+
+        with self.within(25, "kill under requests"):
+            ask_many(self.rng, self.group, kill)
+            self.expected.may_be_dead |= {rank}
+            self.await_death()
+        self.count_fault("kill -9 under requests")
 
     def restart_under_calls(self):
         if self.faults:

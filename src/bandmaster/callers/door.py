@@ -117,14 +117,15 @@ class Door:
     @classmethod
     def take_back(cls, key: str) -> None:
         """Refuse a group from here on, as it was closed; the door of the last group ends."""
-        with cls._opening:
-            door = cls._open
-            if door is None or door._groups.pop(key, None) is None or door._groups:
-                return
-            cls._open = None
-        door._relay.event_loop().run(door._hang_up)
-        door._relay.event_loop().run(door._far.close)
-        door._relay.close()
+        with SigintSafeLock():  # Ctrl-C comes when the door has ended
+            with cls._opening:
+                door = cls._open
+                if door is None or door._groups.pop(key, None) is None or door._groups:
+                    return
+                cls._open = None
+            door._relay.event_loop().run(door._hang_up)
+            door._relay.event_loop().run(door._far.close)
+            door._relay.close()
 
     # --- on its event loop ---
 

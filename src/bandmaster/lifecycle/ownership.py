@@ -92,13 +92,18 @@ class Ownership:
         Raises:
             UsageError: A signal handler called this during an operation of the group; nothing was done.
         """
-        armed = self._end.detach() if self._n_forks == n_forks() else None
-        if armed is None:
+        if self._n_forks != n_forks():
             return
         try:
-            self._release()
+            armed = self._end.detach()
+            if armed is not None:
+                self._release()
         except UsageError:
-            self._end = weakref.finalize(armed[0], self._release)
+            self._end = weakref.finalize(armed[0], self._release)  # type: ignore[index]  # it was refused to release
+            raise
+        except BaseException:  # Ctrl-C may have come between two steps: each may be taken again
+            if not self._end.alive:
+                self._release()
             raise
 
     def _release(self) -> None:
