@@ -66,9 +66,9 @@ class Replica:
         self.outbox: list[Request] = []
 
     @property
-    def has_place(self) -> bool:
-        """Whether it can run one more request of the method."""
-        return len(self.open) < self.most
+    def n_places(self) -> int:
+        """The number of requests of the method that it can run besides; 0 or less for none."""
+        return self.most - len(self.open)
 
     def add(self, request: Request) -> None:
         """Note a request that is open here."""
@@ -342,11 +342,14 @@ class Request(RowsResult):
             return Done(CallCancelled(f"{self.site.method} was cancelled; make the request again"))
         if self._why is not None:
             return Done(error_of(self.site, self._lost) if self._lost else self._why)
-        outcomes: dict[int, Any] = {rank: self.workers.fetch(ticket) for rank, ticket in self.tickets.items()}
-        if self.record is not None:
-            for rank, ticket in self.tickets.items():
-                self.record.came(rank, ticket, outcomes[rank])
-        failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
+        outcomes: dict[int, Any] = {}
+        failures: dict[int, Failure] = {}
+        for rank, ticket in self.tickets.items():
+            outcomes[rank] = outcome = self.workers.fetch(ticket)
+            if self.record is not None:
+                self.record.came(rank, ticket, outcome)
+            if isinstance(outcome, Failure):
+                failures[rank] = outcome
         firsts = [] if failures else [replica.ranks[0] for replica in self.replicas]
         if self.keeps_rows and not failures:
             (rank,) = firsts
