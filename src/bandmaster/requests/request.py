@@ -128,7 +128,7 @@ class Request(RowsResult):
 
     Attributes:
         arguments: Its arguments, until its result was made.
-        parents: The futures of the rows that it takes, as far as these may be missing.
+        parents: The futures of the rows that it takes, as far as these may be missing, or of calls that it is behind.
         target: Where it may go, and how often.
         router: The router that has chosen its replica, or will.
         replicas: The replicas that run it; empty as long as it waits for a place.
@@ -222,7 +222,8 @@ class Request(RowsResult):
     def late(self, timeout_s: float) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``."""
         if not self.has_rows:
-            return late(self, timeout_s, "takes its rows")
+            has_rows = self.arguments is not None and self.arguments.rows
+            return late(self, timeout_s, "takes its rows" if has_rows else "was submitted behind it")
         if not self.replicas:
             return CallTimeout(self.site.method, (), timeout_s, what_next=self.router.why_waiting(self.target))
         return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks())

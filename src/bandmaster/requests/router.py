@@ -389,23 +389,24 @@ class Router:
         while True:
             for send_more in list(self.sources):
                 send_more()
-            if not (requests := self._open()):
+            if not (requests := self.open_requests()):
                 return
             for request in requests:
                 if not request.wait_until_ended(deadline.left()):
                     raise request.late(deadline.timeout_s or 0.0)
 
-    def _open(self) -> list[Request]:
+    def open_requests(self) -> list[Request]:
+        """The requests that have not ended."""
         return [*(request for replica in self.replicas for request in list(replica.open)), *list(self.waiting)]
 
     @property
     def is_ended(self) -> bool:
         """Whether no request is open, but for those of maps, which are calls in parts themselves."""
-        return all(request.tell_map is not None for request in self._open())
+        return all(request.tell_map is not None for request in self.open_requests())
 
     def cancel(self) -> bool:
         """Cancel all open requests but for those of maps."""
-        for request in reversed(self._open()):  # those that wait first, so that none is sent meanwhile
+        for request in reversed(self.open_requests()):  # those that wait first, so that none is sent meanwhile
             if request.tell_map is None:
                 request.cancel()
         return True
