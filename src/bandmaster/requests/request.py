@@ -195,6 +195,11 @@ class Request(RowsResult):
         return not self.parents
 
     @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that run it."""
+        return [rank for replica in self.replicas for rank in replica.ranks]
+
+    @property
     def missing(self) -> tuple[int, ...]:  # type: ignore[override]
         """The ranks that have not replied."""
         return tuple(self._unanswered)
