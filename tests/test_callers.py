@@ -63,6 +63,12 @@ class Rollout(bm.Worker):
         self.version = version
         return self.rank, self.inside
 
+    @register(Dispatch.REQUEST, concurrency=32)
+    async def slow_version(self):
+        version = self.version
+        await asyncio.sleep(0.01)
+        return version
+
     @register(Dispatch.DP_PROTO)
     def double(self, rows):
         return rows * 2
@@ -321,6 +327,21 @@ def test_a_worker_iterates_over_the_items_of_a_replica(agents, rollout):
         assert (firsts, items) == ([(1, number) for number in range(20)], [(0, number) for number in range(20)])
     assert [inside for _, inside in rollout.load(0)] == [0, 0]
     assert agents.do(lambda group: [number for _, number in group.tokens.stream(5)]) == [[0, 1, 2, 3, 4]] * 2
+
+
+async def _load_in_between(group, version):
+    before = [group.slow_version.submit() for _ in range(9)]
+    loads = [group.load.submit(version), group.load.submit(version + 1)]
+    after = [group.slow_version.submit() for _ in range(9)]
+    again, last = group.load.submit(version + 2), group.slow_version.submit()
+    await again
+    return [await one for one in before], [len(await one) for one in loads], [await one for one in after], await last
+
+
+def test_calls_of_one_worker_begin_in_the_order_in_which_they_were_made(agents, rollout):
+    rollout.load(0)
+    before, loads, after, last = agents.execute_rank_zero_sync("await_", _load_in_between, 1)
+    assert (before, loads, after, last) == ([0] * 9, [2, 2], [2] * 9, 3)
 
 
 async def _ask_the_newest(group, version):

@@ -524,12 +524,20 @@ def test_further_requests_wait_in_the_caller(group, gate):
         futures = [group.hold(gate.folder, str(n)) for n in range(20)]
         await gate.awaits(*"012345")
         assert sum("waiting for a free replica" in repr(future) for future in futures) == 14
+        title, header, *ranks = group.describe().splitlines()
+        assert title.endswith("; 14 requests wait for a replica") and header.split()[-3:] == [
+            "requests",
+            "rows",
+            "held",
+        ]
+        assert [line.split()[-2:] for line in ranks] == [["3", "-"]] * 2
         gate.open()
         return await asyncio.gather(*futures)
 
     group.take_counts()
     assert sum(Counter(asyncio.run(main())).values()) == 20
     assert [most for most, _ in group.take_counts()] == [3, 3]
+    assert [line.split()[-2:] for line in group.describe().splitlines()[2:]] == [["-", "-"]] * 2
 
 
 def test_a_thread_waits_for_a_place_as_it_sends(group, gate, opens_soon):

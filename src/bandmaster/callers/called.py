@@ -20,6 +20,7 @@ from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import replicas
 from bandmaster.plan.transfer import Only, Route, TransferProtocol
 from bandmaster.platform.forks import n_forks
+from bandmaster.requests.future import RequestFuture
 from bandmaster.requests.method import RequestMethod
 from bandmaster.requests.request import Request
 from bandmaster.requests.router import Router
@@ -93,12 +94,26 @@ class CalledGroup:
         mesh: Named axes over the ranks.
         meshes: Further meshes of the same ranks, by name.
         world_size: Number of ranks.
+        collective: The calls to all ranks that this worker has made and that may not have ended.
     """
 
     def __init__(self, reference: GroupReference, cls: type[Worker], mesh: Mesh, meshes: Mapping[str, Mesh]) -> None:
         self.name, self.mesh, self.meshes, self.world_size = reference.name, mesh, meshes, mesh.size
         self._reference, self._cls, self._n_forks = reference, cls, n_forks()
         self._methods = specs_of(cls, registrations(cls), mesh, meshes)
+        self.collective: dict[Request, Future[Any]] = {}
+
+    def collective_calls(self) -> Sequence[Future[Any]]:
+        """The calls to all ranks that have not ended, behind which a request of this worker begins."""
+        for request, call in list(self.collective.items()):
+            if call.done():
+                self.collective.pop(request, None)
+        return list(self.collective.values())
+
+    def requests(self) -> Sequence[Future[Any]]:
+        """The requests to the ranks themselves that have not ended, behind which a call to all of them begins."""
+        routers: Any = self._submitter.work.routers.values() if self._is_direct else ()
+        return [RequestFuture(request, self) for router in list(routers) for request in router.open_requests()]
 
     def __getattr__(self, name: str) -> Any:
         spec = self.__dict__.get("_methods", {}).get(name)
@@ -177,6 +192,8 @@ class CalledGroup:
 class CalledMethod(RequestMethod[Any, Any]):
     """A method of a group that was given to a worker."""
 
+    _group: CalledGroup
+
     def map(self, /, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse.
 
@@ -195,6 +212,8 @@ class DirectMethod(CalledMethod):
         """The router, the request and its target; the request avoids the ranks that wait for this very call."""
         path = path_of_this_call()
         router, request, target = super()._made(args, kwargs, [*beside, (PATH, path)])
+        if self._group.collective:
+            request.parents = self._group.collective_calls()
         if target.min_version is not None:
             _reached(router).reach_all()  # so that they tell their versions
         steps, processes = self._conflicts(router, path), _reached(router).processes_for(path).values()
@@ -273,7 +292,12 @@ class RelayedMethod(CalledMethod):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], beside: Sequence[tuple[str, Any]] = ()
     ) -> tuple[Router, Request, Target]:
         """The request, with what the controller is to know of the call."""
-        return super()._made(args, kwargs, [*beside, (OPTIONS, self._given), (PATH, path_of_this_call())])
+        beside = [*beside, (OPTIONS, self._given), (PATH, path_of_this_call())]
+        router, request, target = super()._made(args, kwargs, beside)
+        if not self._n_replicas:
+            request.parents = self._group.requests()
+            self._group.collective[request] = RequestFuture(request, self._group)
+        return router, request, target
 
 
 def _reached(router: Router) -> ReachedWorkers:

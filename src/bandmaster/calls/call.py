@@ -347,7 +347,8 @@ class Call(RowsResult):
     def _take(self, timeout_s: float) -> None:
         """Take the replies that arrive within ``timeout_s``."""
         done = self.workers.wait(list(self.tickets.values()), timeout_s)
-        replied, still = self.tickets, dict[int, Any]()
+        replied = self.tickets
+        still: dict[int, Any] = {}
         if len(done) < len(replied):
             finished = set(map(id, done))
             still = {rank: ticket for rank, ticket in replied.items() if id(ticket) not in finished}

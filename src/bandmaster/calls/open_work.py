@@ -93,6 +93,14 @@ _LOCK = threading.RLock()  # of the waiting calls of all groups: the calls of tw
 _place = operator.attrgetter("place")
 
 
+class HasRanks(Protocol):
+    """A request, which has ranks once a replica was chosen."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that run it."""
+
+
 class Routes(InParts, Protocol):
     """The requests of one method; see `bandmaster.requests.router`."""
 
@@ -104,6 +112,9 @@ class Routes(InParts, Protocol):
 
     def flush(self) -> None:
         """Send the requests that are about to be sent."""
+
+    def open_requests(self) -> Sequence[HasRanks]:
+        """The requests that have not ended."""
 
     def wait_until_over(self, deadline: Deadline) -> None:
         """Wait until no request is open; raises `CallTimeout` if one took too long."""
@@ -333,6 +344,10 @@ class OpenWork:
         """Have requests that wait be sent, if they can be now. Any thread may call this; it does not block."""
         for router in list(self.routers.values()):
             router.wake()
+
+    def ranks_of_requests(self) -> list[Sequence[int]]:
+        """The ranks of each request that has not ended; none for one that waits for a replica."""
+        return [request.ranks for router in list(self.routers.values()) for request in router.open_requests()]
 
     def wait_for_requests(self, deadline: Deadline) -> None:
         """Wait until all requests are over; raises `CallTimeout` if one took too long."""

@@ -106,16 +106,20 @@ class AnyGroup(metaclass=ABCMeta):
         return Future(PutRows(batch, self._submitter.site("put")), self)
 
     def describe(self) -> str:
-        """Return a table with one line per rank: name, mesh coordinates, host, pid, device, channel, and rows held.
+        """Return a table with a line per rank: name, mesh coordinates, host, pid, device, channel, requests, rows held.
 
-        Only axes larger than 1 are shown. The last column shows the bytes of rows that the rank has made and that
-        futures still keep; see `Future.release`.
+        Only axes larger than 1 are shown. "requests" counts the open requests that the controller has sent to the rank;
+        the first line says how many wait for a replica. The last column shows the bytes of rows that the rank has made
+        and that futures still keep; see `Future.release`.
 
         Raises:
             ClosedError: The group was closed.
         """
+        return tables.as_text(repr(self), self.worker_names, self._mesh, self._running())
+
+    def _running(self) -> tables.Running:
         workers = self._ownership.workers()
-        return tables.as_text(repr(self), self.worker_names, self._mesh, workers.records, held_by(workers))
+        return tables.Running(workers.records, held_by(workers), self._submitter.work.ranks_of_requests())
 
     def calls(self) -> CallTable:
         """The calls of this group that the present or last `bandmaster.trace` has recorded; prints as a table.
@@ -395,8 +399,7 @@ class AnyGroup(metaclass=ABCMeta):
 
     def _repr_html_(self) -> str:
         try:
-            workers = self._ownership.workers()
-            running = workers.records, held_by(workers)
+            running = self._running()
         except UsageError:  # it is closed
             running = None
         return tables.as_html(repr(self), self.worker_names, self._mesh, running, self._methods.values())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.contract import WorkerRecord
@@ -12,27 +13,41 @@ from bandmaster.plan.render import html_table, text_table
 from bandmaster.plan.transfer import Custom, Dispatch
 
 FACTS = ("host", "pid", "device", "channel")  # of a rank that runs
-Held = Mapping[int, int]
 
 
-def as_text(title: str, names: Sequence[str], mesh: Mesh, records: Sequence[WorkerRecord], held: Held) -> str:
-    """A table with one line per rank: worker, coordinates on the axes that are larger than 1, place, and rows held.
+class Running(NamedTuple):
+    """The ranks of a group that is open.
 
-    Args:
-        title: The first line.
-        names: The worker of each rank.
-        mesh: The group's mesh.
+    Attributes:
         records: The host, process, device and channel of each rank.
         held: The bytes of rows that futures hold, by rank.
+        requests: The ranks of each open request; none for one that waits for a replica.
     """
-    return text_table(title, *_ranks(names, mesh, records, held))
+
+    records: Sequence[WorkerRecord]
+    held: Mapping[int, int]
+    requests: Sequence[Sequence[int]]
+
+
+def as_text(title: str, names: Sequence[str], mesh: Mesh, running: Running) -> str:
+    """A table with one line per rank: worker, coordinates on axes larger than 1, place, open requests, and rows held.
+
+    Args:
+        title: The first line, but for the requests that wait for a replica.
+        names: The worker of each rank.
+        mesh: The group's mesh.
+        running: Facts about the ranks.
+    """
+    n_waiting = sum(not ranks for ranks in running.requests)
+    waiting = f"; {n_waiting} requests wait for a replica" if n_waiting else ""
+    return text_table(title + waiting, *_ranks(names, mesh, running))
 
 
 def as_html(
     title: str,
     names: Sequence[str],
     mesh: Mesh,
-    running: tuple[Sequence[WorkerRecord], Held] | None,
+    running: Running | None,
     methods: Iterable[MethodSpec],
 ) -> str:
     """HTML tables of the ranks, see `as_text`, and of the methods.
@@ -41,10 +56,10 @@ def as_html(
         title: The first line.
         names: The worker of each rank.
         mesh: The group's mesh.
-        running: The records of the ranks, and the bytes of rows that futures hold; None for a closed group.
+        running: Facts about the ranks; None for a closed group.
         methods: The group's methods.
     """
-    header, rows = _named(names, mesh) if running is None else _ranks(names, mesh, *running)
+    header, rows = _named(names, mesh) if running is None else _ranks(names, mesh, running)
     calls = [[f"{spec.name}{spec.signature}", _protocol(spec)] for spec in methods]
     shown = html_table(title, header, rows)
     return shown + html_table("", ["method", "transfer protocol"], calls) if calls else shown
@@ -56,13 +71,13 @@ def _named(names: Sequence[str], mesh: Mesh) -> tuple[list[str], list[list[Any]]
     return ["rank", "worker", *axes], rows
 
 
-def _ranks(
-    names: Sequence[str], mesh: Mesh, records: Sequence[WorkerRecord], held: Held
-) -> tuple[list[str], list[list[Any]]]:
+def _ranks(names: Sequence[str], mesh: Mesh, running: Running) -> tuple[list[str], list[list[Any]]]:
     header, rows = _named(names, mesh)
-    for rank, record in enumerate(records):
-        rows[rank] += [*(getattr(record, fact) for fact in FACTS), f"{held[rank]:,} B" if rank in held else "-"]
-    return [*header, *FACTS, "rows held"], rows
+    n_open = Counter(rank for ranks in running.requests for rank in ranks)
+    for rank, record in enumerate(running.records):
+        held = f"{running.held[rank]:,} B" if rank in running.held else "-"
+        rows[rank] += [*(getattr(record, fact) for fact in FACTS), n_open[rank] or "-", held]
+    return [*header, *FACTS, "requests", "rows held"], rows
 
 
 def _protocol(spec: MethodSpec) -> str:

@@ -232,7 +232,8 @@ class RequestMethod(MethodOfGroup, Generic[P, G]):
         encoded = Arguments.of(arguments, spec.label)
         request = GeneratorRequest(site, encoded, router, name) if name else Request(site, encoded, router)
         request.calls_back = self.calls_back
-        request.parents = [value for group in encoded.rows for _, value in group.items if not value.done()]
+        if encoded.rows:
+            request.parents = [value for group in encoded.rows for _, value in group.items if not value.done()]
         return router, request, self._how
 
     def _sent(self, router: Router, request: Request, target: Target) -> Future[Any]:

@@ -53,25 +53,29 @@ class LoopReader:
     def add(self, request: Request) -> asyncio.Future[None]:
         """Read until a request is done. Returns the future that is done then, or when `tell` is called with it."""
         waiter: asyncio.Future[None] = self.loop.create_future()
-        request.waiters.append(partial(self._ended, waiter))
-        self._requests[request] = None
-        fd = request.workers.arrivals
-        if fd is not None and self._watched.get(fd) is not request.workers:
-            if fd in self._watched:  # of workers that were stopped; the number is that of another descriptor now
-                self.loop.remove_reader(fd)
-            self._watched[fd] = request.workers
-            self.loop.add_reader(fd, self._read, fd, request.workers)
+        request.waiters.append(partial(self.tell, waiter))
+        self.watch(request)
         if request.is_done:
             self.tell(waiter)
         return waiter
 
+    def watch(self, request: Request) -> None:
+        """Read until a request is done."""
+        if request not in self._requests:
+            self._requests[request] = None
+            request.waiters.append(self.forget)
+            fd = request.workers.arrivals
+            if fd is not None and self._watched.get(fd) is not request.workers:
+                if fd in self._watched:  # of workers that were stopped; the number is that of another descriptor now
+                    self.loop.remove_reader(fd)
+                self._watched[fd] = request.workers
+                self.loop.add_reader(fd, self._read, fd, request.workers)
+        if request.is_done:
+            self.forget(request)
+
     def forget(self, request: Request) -> None:
         """Read no longer for a request. Any thread may call this; it does not block."""
         self._requests.pop(request, None)
-
-    def _ended(self, waiter: asyncio.Future[None], request: Request) -> None:
-        self.forget(request)
-        self.tell(waiter)
 
     def _rest(self) -> None:
         """Read no more, unless a request has come meanwhile."""
@@ -80,7 +84,7 @@ class LoopReader:
             for fd in watched:
                 self.loop.remove_reader(fd)
 
-    def tell(self, waiter: asyncio.Future[None]) -> None:
+    def tell(self, waiter: asyncio.Future[None], request: Request | None = None) -> None:
         """Wake who awaits a future of `add`. Any thread may call this; it does not block."""
         self._arrived.append(waiter)
         self._wake_soon()

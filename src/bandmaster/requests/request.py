@@ -66,9 +66,9 @@ class Replica:
         self.outbox: list[Request] = []
 
     @property
-    def has_place(self) -> bool:
-        """Whether it can run one more request of the method."""
-        return len(self.open) < self.most
+    def n_places(self) -> int:
+        """The number of requests of the method that it can run besides; 0 or less for none."""
+        return self.most - len(self.open)
 
     def add(self, request: Request) -> None:
         """Note a request that is open here."""
@@ -128,7 +128,7 @@ class Request(RowsResult):
 
     Attributes:
         arguments: Its arguments, until its result was made.
-        parents: The futures of the rows that it takes, as far as these may be missing.
+        parents: The futures of the rows that it takes, as far as these may be missing, or of calls that it is behind.
         target: Where it may go, and how often.
         router: The router that has chosen its replica, or will.
         replicas: The replicas that run it; empty as long as it waits for a place.
@@ -195,6 +195,11 @@ class Request(RowsResult):
         return not self.parents
 
     @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that run it."""
+        return [rank for replica in self.replicas for rank in replica.ranks]
+
+    @property
     def missing(self) -> tuple[int, ...]:  # type: ignore[override]
         """The ranks that have not replied."""
         return tuple(self._unanswered)
@@ -222,7 +227,8 @@ class Request(RowsResult):
     def late(self, timeout_s: float) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``."""
         if not self.has_rows:
-            return late(self, timeout_s, "takes its rows")
+            has_rows = self.arguments is not None and self.arguments.rows
+            return late(self, timeout_s, "takes its rows" if has_rows else "was submitted behind it")
         if not self.replicas:
             return CallTimeout(self.site.method, (), timeout_s, what_next=self.router.why_waiting(self.target))
         return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks())
@@ -342,11 +348,14 @@ class Request(RowsResult):
             return Done(CallCancelled(f"{self.site.method} was cancelled; make the request again"))
         if self._why is not None:
             return Done(error_of(self.site, self._lost) if self._lost else self._why)
-        outcomes: dict[int, Any] = {rank: self.workers.fetch(ticket) for rank, ticket in self.tickets.items()}
-        if self.record is not None:
-            for rank, ticket in self.tickets.items():
-                self.record.came(rank, ticket, outcomes[rank])
-        failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
+        outcomes: dict[int, Any] = {}
+        failures: dict[int, Failure] = {}
+        for rank, ticket in self.tickets.items():
+            outcomes[rank] = outcome = self.workers.fetch(ticket)
+            if self.record is not None:
+                self.record.came(rank, ticket, outcome)
+            if isinstance(outcome, Failure):
+                failures[rank] = outcome
         firsts = [] if failures else [replica.ranks[0] for replica in self.replicas]
         if self.keeps_rows and not failures:
             (rank,) = firsts

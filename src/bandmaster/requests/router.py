@@ -113,7 +113,7 @@ class Router:
             from bandmaster.requests.reader import LoopReader
 
             reader = LoopReader.of(loop)
-            reader.add(request)
+            reader.watch(request)
             self.advance_in(reader)
 
     def advance_in(self, reader: Any) -> None:
@@ -166,12 +166,12 @@ class Router:
         if not candidates:
             return None
         busy = self._busy if self.workers.reports else _n_open
-        best = min([replica for replica in candidates if replica.has_place] or candidates, key=busy)
+        best = min([replica for replica in candidates if replica.n_places > 0] or candidates, key=busy)
         if target.key is not None:
             known = self._of_key.get(target.key, best)
             if known in candidates and busy(known) <= busy(best) + target.spill:
                 best = known
-        return (best,) if best.has_place else None
+        return (best,) if best.n_places > 0 else None
 
     def _candidates(self, request: Request) -> Sequence[Replica]:
         """The replicas that a request may go to, whether or not they have a place."""
@@ -241,13 +241,17 @@ class Router:
     def _place_waiting(self) -> None:
         """Choose replicas for the requests that wait, in their order. The lock is held."""
         self._is_woken, self._n_deaths = False, len(self.workers.deaths)  # first: what comes from here on is not missed
+        n_places = sum([max(0, replica.n_places) for replica in self.replicas])
+        if not n_places:
+            return
         kept: list[Request] = []
-        refused = set[int]()  # targets for which there is no place
-        while self.waiting and any(replica.has_place for replica in self.replicas):
+        refused: set[int] = set()  # targets for which there is no place
+        while self.waiting and n_places:
             request = self.waiting.popleft()
             chosen = None if id(request.target) in refused else self._choose(request)
             if chosen is not None:
                 self._put(request, chosen)
+                n_places -= 1
                 continue
             kept.append(request)
             if request.has_rows and not request.avoids:
@@ -385,23 +389,24 @@ class Router:
         while True:
             for send_more in list(self.sources):
                 send_more()
-            if not (requests := self._open()):
+            if not (requests := self.open_requests()):
                 return
             for request in requests:
                 if not request.wait_until_ended(deadline.left()):
                     raise request.late(deadline.timeout_s or 0.0)
 
-    def _open(self) -> list[Request]:
+    def open_requests(self) -> list[Request]:
+        """The requests that have not ended."""
         return [*(request for replica in self.replicas for request in list(replica.open)), *list(self.waiting)]
 
     @property
     def is_ended(self) -> bool:
         """Whether no request is open, but for those of maps, which are calls in parts themselves."""
-        return all(request.tell_map is not None for request in self._open())
+        return all(request.tell_map is not None for request in self.open_requests())
 
     def cancel(self) -> bool:
         """Cancel all open requests but for those of maps."""
-        for request in reversed(self._open()):  # those that wait first, so that none is sent meanwhile
+        for request in reversed(self.open_requests()):  # those that wait first, so that none is sent meanwhile
             if request.tell_map is None:
                 request.cancel()
         return True
