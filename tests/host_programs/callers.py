@@ -71,7 +71,7 @@ def tell(**facts):
     sys.stdin.readline()
 
 
-ray.init(logging_level="warning")
+ray.init(logging_level="warning", log_to_driver=False)  # whose lines could come between those of `tell`
 NODES = {"first": {"number": "1"}, "second": {"number": "2"}}
 with contextlib.ExitStack() as stack:
     pools = {"controller": stack.enter_context(bm.ResourcePool([1], backend="local"))}
