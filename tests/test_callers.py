@@ -628,6 +628,56 @@ def test_a_thread_finds_a_group_again_that_was_restarted(own, is_in_process):
     assert agents.do.options(timeout=DEADLINE)(until_it_answers) == ["bb"]
 
 
+class Partner(bm.Worker):
+    """Asks another group from a method that runs alone, once the other one does so, too."""
+
+    def meet(self, folder):
+        (folder / f"{self.rank} {os.getpid()}").touch()
+        while len(list(folder.iterdir())) < 2:
+            time.sleep(0.001)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def ask(self, other, folder, way):
+        self.meet(folder)
+        return getattr(other, way)("a").result() if way == "answer" else getattr(other, way)("a")
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def ask_async(self, other, folder, way):
+        self.meet(folder)
+        return await (other.answer("a") if way == "answer" else other.answer_all.submit("a"))
+
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def answer(self, word):
+        return word
+
+    @register(Dispatch.ONE_TO_ALL)
+    def answer_all(self, word):
+        return word
+
+
+@pytest.mark.backends("local")
+@pytest.mark.parametrize(
+    ("method", "ways"),
+    [
+        ("ask", ("answer", "answer")),
+        ("ask_async", ("answer", "answer_all")),
+        ("ask", ("answer_all", "answer_all")),
+    ],
+)
+def test_two_calls_that_wait_for_each_other_are_found(backend, tmp_path, method, ways):
+    with bm.ResourcePool(spread([1]), backend=backend) as one, bm.ResourcePool(spread([1]), backend=backend) as two:
+        first, second = bm.WorkerGroup(one, Partner, name="first"), bm.WorkerGroup(two, Partner, name="second")
+        asked = [
+            getattr(group, method).submit(other, tmp_path, way)
+            for group, other, way in zip((first, second), (second, first), ways, strict=True)
+        ]
+        errors = [one.exception(DEADLINE) for one in asked]
+        (error,) = [error for error in errors if error is not None]  # the other one could begin then
+        assert isinstance(error, bm.RemoteError) and "as calls that run alone wait for each other: Partner.ask" in str(
+            error
+        )
+
+
 @pytest.mark.backends("inprocess")
 def test_ctrl_c_as_a_group_that_was_given_away_is_closed_leaves_nothing(backend):
     def n_loops():
