@@ -18,7 +18,7 @@ from bandmaster.callers.passed import FIND, FarCalls, PassedCalls
 from bandmaster.callers.reached import DIED, ELSEWHERE, FAR, MOVED, READY, SHUT, Asked, FarPlace
 from bandmaster.calls.future import Future
 from bandmaster.contract import FIRST_ITEMS, METHOD, MORE_ITEMS, OPEN_ITEMS, Workers
-from bandmaster.errors import BandmasterError, ClosedError, UsageError
+from bandmaster.errors import BandmasterError, ClosedError, UsageError, WorkerDied
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.links import AgentLinks
 from bandmaster.hosts.workers import AgentWorkers
@@ -238,9 +238,9 @@ class ControllersRelay(Executor):
         if method == CONTROLLER + WAITS:
             return (), {}, self._circles.closed_by(*args)
         earlier.set(kwargs.pop(PATH))
-        made, is_for_all, runs_here = self._method(method, kwargs)
+        made, is_for_all, workers = self._method(method, kwargs)
         submit = partial(made.all if is_for_all else made.submit, *args, **kwargs)
-        return (), {}, _value_of(submit, runs_here)
+        return (), {}, _value_of(submit, workers)
 
     async def _told(self, asked: Asked) -> tuple[str, Any]:
         """The answer to an agent, which has the secret."""
@@ -253,8 +253,8 @@ class ControllersRelay(Executor):
         made, _, _ = self._method(kwargs.pop(METHOD), kwargs)
         return _items_of(made.stream(*args, **kwargs))
 
-    def _method(self, method: str, kwargs: dict[str, Any]) -> tuple[Any, bool, bool]:
-        """The method of a call, whether it is for all replicas, and whether it runs in this process."""
+    def _method(self, method: str, kwargs: dict[str, Any]) -> tuple[Any, bool, Callable[[], Workers]]:
+        """The method of a call, whether it is for all replicas, and what returns the workers."""
         key, _, name = method.rpartition("/")
         options, path = kwargs.pop(OPTIONS), earlier.get()
         group = _found(key, self._groups)
@@ -270,7 +270,7 @@ class ControllersRelay(Executor):
                 raise UsageError(refusal(path, step, name))
         made.beside = ((PATH, path),) if path else ()
         made.calls_back = any(step.process in processes for step in path)
-        return made, is_for_all, workers.arrivals is None
+        return made, is_for_all, group.workers
 
     def failure(self, error: BaseException, kind: FailureKind = FailureKind.RAISED) -> Failure:
         """Describe an exception; the caller gets those of this library as they are."""
@@ -286,11 +286,15 @@ def _found(key: str, groups: Mapping[str, GivenGroup]) -> GivenGroup:
     return group
 
 
-async def _value_of(submit: Callable[[], Future[Any]], runs_here: bool) -> Any:
+async def _value_of(submit: Callable[[], Future[Any]], workers: Callable[[], Workers]) -> Any:
     """The value of a call. Where methods run in this process, a thread runs it."""
+    runs_here = workers().arrivals is None
     future = await asyncio.get_running_loop().run_in_executor(None, submit) if runs_here else submit()
     try:
         return await future
+    except WorkerDied:
+        workers()  # if the group was closed, this says so
+        raise
     except BaseException:
         future.cancel()
         raise

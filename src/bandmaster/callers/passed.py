@@ -16,11 +16,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from bandmaster.callers.reached import FAR, READY, SHUT, Asked
+from bandmaster.callers.reached import FAR, READY, SHUT, Asked, closed
 from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import Reply
-from bandmaster.errors import ClosedError
-from bandmaster.errors.failure import Failure, FailureKind
+from bandmaster.errors.failure import Failure
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.link import FrameKind, Message
 from bandmaster.hosts.links import Agent, AgentLinks
@@ -31,7 +30,7 @@ from bandmaster.worker_process.request_tasks import Outcome, ReceivedRequest, Re
 
 FIND = "bandmaster.find"  # in place of a method: where a rank is
 _CLOSED = "group was closed; its workers cannot be called any more"
-_SHUT = Failure(FailureKind.RELAYED, _CLOSED, exception=ClosedError(_CLOSED))
+_SHUT = closed(_CLOSED)
 
 
 class PassedCalls(Executor):

@@ -14,6 +14,7 @@ import os
 import pickle
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from socket import gethostname
 from typing import Any, NamedTuple, NoReturn
@@ -23,8 +24,9 @@ from bandmaster.contract import CLOSED, Kept, Ticket, WorkerCall, WorkerRecord
 from bandmaster.errors import ClosedError, ResourceError, UsageError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.handshake import Refused, Secret
-from bandmaster.hosts.link import FOR_CALLERS, Address, FrameKind, connect
+from bandmaster.hosts.link import FOR_CALLERS, Address, FrameKind, Link, connect
 from bandmaster.hosts.links import Agent, AgentLinks
+from bandmaster.hosts.rows import N_ATTEMPTS
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.settings import agents_door
@@ -35,7 +37,7 @@ from bandmaster.wire.status_page import N_SLOTS
 from bandmaster.worker_process.call_path import Process, Step
 
 ANSWER_S = 30.0  # for the controller to answer, whose Python code may run without a pause
-SETTLE_S = 2.0  # for the controller to learn of a death
+SETTLE_S = 5.0  # for the controller to learn of a death
 ANSWER_NBYTES = 64 * 1024
 # The answers of a door: with a process, a `FarPlace`, a failure, and reasons; or that there is none yet.
 READY, FAR, DIED, SHUT, MOVED, NOTHING = "ready", "far", "died", "shut", "moved", "nothing"
@@ -89,6 +91,7 @@ class ReachedWorkers(LaneClient):
     Attributes:
         ranks_are_own: True.
         records: Empty: the controller has them.
+        name: The name of the group.
 
     Args:
         door: The address of the door of this host, or that of the controller, which need not be on this host.
@@ -102,11 +105,12 @@ class ReachedWorkers(LaneClient):
 
     def __init__(self, door: str, group: str, n_ranks: int, name: str) -> None:
         super().__init__(lambda _: Failure(FailureKind.DIED, CLOSED), _numbers())
-        self._door, self._group, self._name = door, group, name
+        self._door, self._group, self.name = door, group, name
         self._process: dict[int, int | FarPlace] = {}  # of ranks, as the door has said it
         self._links: AgentLinks | None = None  # to the agents of other hosts
         self._far: dict[int, FarRanks] = {}
         self._is_asking = False
+        self._later: dict[int, Failure | None] = {}  # deaths that came meanwhile
         self._is_own: bool | None = None  # whether this process is one of the ranks, once that is known
         for rank in range(n_ranks):
             self._open[rank], self._requests[rank] = {}, {}
@@ -158,7 +162,7 @@ class ReachedWorkers(LaneClient):
         Raises:
             UsageError: Always.
         """
-        raise UsageError(f"only the controller can replace a rank of group {self._name!r}")
+        raise UsageError(f"only the controller can replace a rank of group {self.name!r}")
 
     def stop(self, why: str = CLOSED) -> None:
         """Hang up on the workers, which go on."""
@@ -211,9 +215,8 @@ class ReachedWorkers(LaneClient):
             if sock is not None:
                 sock.close()
             why = ELSEWHERE if answer == FAR else said
-            failure = Failure(FailureKind.RELAYED, why, exception=ClosedError(why))
             for one in self._open:
-                self._fail(one, failure if answer == SHUT else Failure(FailureKind.DIED, why))
+                self._fail(one, closed(why) if answer == SHUT else Failure(FailureKind.DIED, why))
             self._close(why)
 
     def _add_far(self, rank: int, place: FarPlace) -> None:
@@ -236,7 +239,7 @@ class ReachedWorkers(LaneClient):
     def _is_back(self, rank: int, sock: socket.socket, _: int) -> None:
         """Take the news of a rank that has died."""
         self._poller.ignore(sock.fileno())
-        self._enter(rank, *_answer(sock, 0.0, self._name))
+        self._enter(rank, *_answer(sock, 0.0, self.name))
 
     def _ask(self, rank: int, but: object = None, timeout_s: float = ANSWER_S) -> tuple[socket.socket | None, str, Any]:
         """Ask the door for a rank, or its next process. Returns the socket, which becomes the lane, and the answer."""
@@ -250,11 +253,11 @@ class ReachedWorkers(LaneClient):
         except ConnectionError:
             sock.close()
             why = "it was closed, or its controller has ended"
-            return None, SHUT, f"group {self._name!r} cannot be reached from {gethostname()}: {why}"
+            return None, SHUT, f"group {self.name!r} cannot be reached from {gethostname()}: {why}"
         except OSError as error:
             sock.close()
-            raise ResourceError(f"cannot reach rank {rank} of group {self._name!r}: {error}") from error
-        return _answer(sock, timeout_s, self._name)
+            raise ResourceError(f"cannot reach rank {rank} of group {self.name!r}: {error}") from error
+        return _answer(sock, timeout_s, self.name)
 
     def _connect(self, sock: socket.socket) -> None:
         """Connect to the door, or to that of the agent of this host if the door is on another one."""
@@ -268,7 +271,10 @@ class ReachedWorkers(LaneClient):
 
     def _note_death(self, rank: int, failure: Failure | None = None) -> None:
         """Ask the controller how a rank has died, whose lane has ended, or that an agent tells of; the lock is held."""
-        if rank in self.deaths or self._is_asking or self.is_stopped:
+        if rank in self.deaths or self.is_stopped:
+            return
+        if self._is_asking:
+            self._later[rank] = failure
             return
         self._is_asking = True  # what follows may come back here
         try:
@@ -279,6 +285,8 @@ class ReachedWorkers(LaneClient):
             self._enter(rank, sock, answer, said)
         finally:
             self._is_asking = False
+        while self._later:
+            self._note_death(*self._later.popitem())
 
     def _fail(self, rank: int, failure: Failure) -> None:
         """Note a death, and fail what was sent to the rank."""
@@ -323,11 +331,15 @@ class FarRanks(AgentWorkers):
         agent = links.agents.get(place.address)
         if agent is None:
             assert place.secret is not None, "the door has told it"
-            link = connect(place.address, place.secret, FOR_CALLERS)
-            agent = Agent(link, place.address, place.host, place.address, 0)
+            agent = Agent(_connected(place.address, place.secret), place.address, place.host, place.address, 0)
             links.serve(agent)
         known = agent.groups.get(place.group)
         return known if isinstance(known, cls) else cls(place, links, agent, owner, n_ranks)
+
+    def _finish(self, ticket: MessageTicket, outcome: Any) -> None:
+        if type(outcome) is Failure and (outcome.summary == CLOSED or isinstance(outcome.exception, ClosedError)):
+            outcome = closed(f"group {self._owner.name!r} was closed; its workers cannot be called any more")
+        super()._finish(ticket, outcome)
 
     def take_deaths(self, deaths: Mapping[int, Failure]) -> None:
         """Take the deaths of ranks that their agent tells of."""
@@ -343,6 +355,19 @@ class FarRanks(AgentWorkers):
     def fail(self, rank: int, failure: Failure) -> None:
         """Fail the requests to a rank that has died; the lock is held."""
         super().take_deaths({rank: failure})
+
+
+def closed(why: str) -> Failure:
+    """The failure of calls of a group that was closed."""
+    return Failure(FailureKind.RELAYED, why, exception=ClosedError(why))
+
+
+def _connected(address: Address, secret: Secret) -> Link:
+    """A link to an agent. It is tried again: a flood of connections may have the agent close it."""
+    for _ in range(N_ATTEMPTS - 1):
+        with suppress(Refused, ConnectionError):
+            return connect(address, secret, FOR_CALLERS)
+    return connect(address, secret, FOR_CALLERS)
 
 
 def _placed(call: WorkerCall, put: Callable[[Sequence[Any]], Sequence[Any]]) -> WorkerCall:
