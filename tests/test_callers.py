@@ -496,7 +496,7 @@ def test_a_thread_that_waits_for_a_request_can_be_interrupted(own, tmp_path, is_
     if is_in_process:
         pytest.skip("a call has ended when it was submitted")
     rollout, agents = own
-    held = agents.do.submit(lambda group, folder: group.hold(folder).result(), tmp_path)
+    held = agents.do.submit(lambda group, folder: group.hold.options(replica=0)(folder).result(), tmp_path)
     wait_for(tmp_path / "begun 0")
     assert held.cancel()
     with pytest.raises(bm.CallCancelled):
@@ -511,7 +511,7 @@ def test_a_deadline_holds_in_a_worker(own, tmp_path):
 
     async def late(group, folder):
         try:
-            await group.hold.options(timeout=0.1)(folder)
+            await group.hold.options(timeout=0.1, replica=0)(folder)
         except bm.CallTimeout as error:
             return error.method
 
@@ -591,7 +591,7 @@ def test_callers_of_a_closed_group_get_closed_error_at_once(own, tmp_path, is_in
 
     async def held(group, folder):
         try:
-            return await group.hold(folder)
+            return await group.hold.options(replica=0)(folder)
         except bm.ClosedError as error:
             return str(error)
         return "no error"

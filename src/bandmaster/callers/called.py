@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -178,7 +179,9 @@ class CalledGroup:
     def _submitter(self) -> Submitter:
         """Sends requests to the ranks."""
         workers = self._workers
-        return Submitter(lambda: workers, self._cls, self.mesh, self.name, self._reference.prefix)
+        made = Submitter(lambda: workers, self._cls, self.mesh, self.name, self._reference.prefix)
+        made.work.first_replica = os.getpid()  # so that callers begin with different ones
+        return made
 
     @cached_property
     def _controller(self) -> ReachedWorkers:
