@@ -496,7 +496,7 @@ def test_a_thread_that_waits_for_a_request_can_be_interrupted(own, tmp_path, is_
     if is_in_process:
         pytest.skip("a call has ended when it was submitted")
     rollout, agents = own
-    held = agents.do.submit(lambda group, folder: group.hold(folder).result(), tmp_path)
+    held = agents.do.submit(lambda group, folder: group.hold.options(replica=0)(folder).result(), tmp_path)
     wait_for(tmp_path / "begun 0")
     assert held.cancel()
     with pytest.raises(bm.CallCancelled):
@@ -511,7 +511,7 @@ def test_a_deadline_holds_in_a_worker(own, tmp_path):
 
     async def late(group, folder):
         try:
-            await group.hold.options(timeout=0.1)(folder)
+            await group.hold.options(timeout=0.1, replica=0)(folder)
         except bm.CallTimeout as error:
             return error.method
 
@@ -591,7 +591,7 @@ def test_callers_of_a_closed_group_get_closed_error_at_once(own, tmp_path, is_in
 
     async def held(group, folder):
         try:
-            return await group.hold(folder)
+            return await group.hold.options(replica=0)(folder)
         except bm.ClosedError as error:
             return str(error)
         return "no error"
@@ -626,6 +626,56 @@ def test_a_thread_finds_a_group_again_that_was_restarted(own, is_in_process):
             agents.do(lambda group: group.chat("b").result())
     rollout.restart()
     assert agents.do.options(timeout=DEADLINE)(until_it_answers) == ["bb"]
+
+
+class Partner(bm.Worker):
+    """Asks another group from a method that runs alone, once the other one does so, too."""
+
+    def meet(self, folder):
+        (folder / f"{self.rank} {os.getpid()}").touch()
+        while len(list(folder.iterdir())) < 2:
+            time.sleep(0.001)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def ask(self, other, folder, way):
+        self.meet(folder)
+        return getattr(other, way)("a").result() if way == "answer" else getattr(other, way)("a")
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def ask_async(self, other, folder, way):
+        self.meet(folder)
+        return await (other.answer("a") if way == "answer" else other.answer_all.submit("a"))
+
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def answer(self, word):
+        return word
+
+    @register(Dispatch.ONE_TO_ALL)
+    def answer_all(self, word):
+        return word
+
+
+@pytest.mark.backends("local")
+@pytest.mark.parametrize(
+    ("method", "ways"),
+    [
+        ("ask", ("answer", "answer")),
+        ("ask_async", ("answer", "answer_all")),
+        ("ask", ("answer_all", "answer_all")),
+    ],
+)
+def test_two_calls_that_wait_for_each_other_are_found(backend, tmp_path, method, ways):
+    with bm.ResourcePool(spread([1]), backend=backend) as one, bm.ResourcePool(spread([1]), backend=backend) as two:
+        first, second = bm.WorkerGroup(one, Partner, name="first"), bm.WorkerGroup(two, Partner, name="second")
+        asked = [
+            getattr(group, method).submit(other, tmp_path, way)
+            for group, other, way in zip((first, second), (second, first), ways, strict=True)
+        ]
+        errors = [one.exception(DEADLINE) for one in asked]
+        (error,) = [error for error in errors if error is not None]  # the other one could begin then
+        assert isinstance(error, bm.RemoteError) and "as calls that run alone wait for each other: Partner.ask" in str(
+            error
+        )
 
 
 @pytest.mark.backends("inprocess")

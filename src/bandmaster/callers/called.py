@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
-from bandmaster.callers.door import ALL, OPTIONS, Door, GivenGroup
+from bandmaster.callers.circles import OpenChains, Wait
+from bandmaster.callers.door import ALL, CONTROLLER, OPTIONS, WAITS, Door, GivenGroup
 from bandmaster.callers.reached import ReachedWorkers, is_here
 from bandmaster.calls.future import Future
 from bandmaster.calls.spec import MethodSpec, specs_of
@@ -78,6 +80,14 @@ def _one_of(known: dict[K, V], key: K, make: Callable[[], V]) -> V:
                 del known[other]
             known[key] = make()
         return known[key]
+
+
+class _Controller(Worker):
+    """Stands for the controller, as workers call it."""
+
+    async def waits(self, wait: Wait) -> str:
+        """Wait until a call is in a circle of calls; see `bandmaster.callers.circles.Circles.closed_by`."""
+        raise AssertionError("the controller has its own")
 
 
 class CalledGroup:
@@ -169,15 +179,34 @@ class CalledGroup:
     def _submitter(self) -> Submitter:
         """Sends requests to the ranks."""
         workers = self._workers
-        return Submitter(lambda: workers, self._cls, self.mesh, self.name, self._reference.prefix)
+        made = Submitter(lambda: workers, self._cls, self.mesh, self.name, self._reference.prefix)
+        made.work.first_replica = os.getpid()  # so that callers begin with different ones
+        return made
+
+    @cached_property
+    def _controller(self) -> ReachedWorkers:
+        """The controller, which relays calls."""
+        door = self._reference.door
+        return _one_of(_controllers, (n_forks(), door), lambda: ReachedWorkers(door, "", 1, self.name))
 
     @cached_property
     def _relay(self) -> Submitter:
         """Sends calls to the controller."""
-        of = self._reference
-        key = n_forks(), of.door
-        workers = _one_of(_controllers, key, lambda: ReachedWorkers(of.door, "", 1, self.name))
-        return Submitter(lambda: workers, self._cls, _ONE, self.name, f"{of.key}/")
+        workers = self._controller
+        return Submitter(lambda: workers, self._cls, _ONE, self.name, f"{self._reference.key}/")
+
+    @cached_property
+    def _chains(self) -> OpenChains:
+        workers = self._controller
+        submitter = Submitter(lambda: workers, _Controller, _ONE, self.name, CONTROLLER)
+        spec = MethodSpec.of(_Controller, WAITS, _RELAYED, _ONE, {})
+        return OpenChains(workers, RequestMethod[Any, Any](self, submitter, spec).submit)
+
+    def watch(self, request: Request, path: Sequence[Step], method: str, ranks: Sequence[int] | None = ()) -> None:
+        """Find out if a call with a path waits for a call that waits for it; ``ranks`` is None if all take it."""
+        alone = [step for step in path if step.is_alone]
+        if alone:
+            self._chains.add(request, Wait(alone, method, self._reference.key, ranks))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return called_group, (self._reference, self._cls, self.mesh, self.meshes)
@@ -222,6 +251,7 @@ class DirectMethod(CalledMethod):
         if steps and (not free or target.replica not in (None, *free)):
             raise UsageError(refusal(path, next(iter(steps.values())), self._spec.label))
         request.avoids = frozenset(steps)
+        self._group.watch(request, path, self._spec.label)
         return router, request, target
 
     def all(self, /, *args: Any, **kwargs: Any) -> Future[list[Any]]:
@@ -292,8 +322,9 @@ class RelayedMethod(CalledMethod):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], beside: Sequence[tuple[str, Any]] = ()
     ) -> tuple[Router, Request, Target]:
         """The request, with what the controller is to know of the call."""
-        beside = [*beside, (OPTIONS, self._given), (PATH, path_of_this_call())]
-        router, request, target = super()._made(args, kwargs, beside)
+        path = path_of_this_call()
+        router, request, target = super()._made(args, kwargs, [*beside, (OPTIONS, self._given), (PATH, path)])
+        self._group.watch(request, path, self._spec.label, None)
         if not self._n_replicas:
             request.parents = self._group.requests()
             self._group.collective[request] = RequestFuture(request, self._group)

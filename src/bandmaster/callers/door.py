@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+from bandmaster.callers.circles import Circles
 from bandmaster.callers.passed import FIND, FarCalls, PassedCalls
 from bandmaster.callers.reached import DIED, ELSEWHERE, FAR, MOVED, READY, SHUT, Asked, FarPlace
 from bandmaster.calls.future import Future
@@ -31,12 +32,13 @@ from bandmaster.wire.lane import Lane, set_buffer
 from bandmaster.wire.lanes import LaneClient
 from bandmaster.wire.segment_reader import RowReaders
 from bandmaster.wire.segments import SegmentWriter
-from bandmaster.worker_process.call_path import PATH, conflict, earlier, refusal
+from bandmaster.worker_process.call_path import PATH, Process, conflict, earlier, refusal
 from bandmaster.worker_process.executor import Arguments, Executor
 from bandmaster.worker_process.requests import Requests
 
 OPTIONS = "bandmaster.options"  # the keyword with the options of a relayed call
 ALL = "bandmaster.all"  # of them: whether it is for all replicas
+CONTROLLER, WAITS = "bandmaster.", "waits"  # prefix and name of the controller's own method
 QUESTION_NBYTES = 4096
 RENEWED = "it is being replaced"
 ACCEPT_AGAIN_S = 0.5
@@ -203,6 +205,11 @@ class ControllersRelay(Executor):
     def __init__(self, groups: Mapping[str, GivenGroup]) -> None:
         super().__init__()
         self._groups = groups
+        self._circles = Circles(self._processes_of)
+
+    def _processes_of(self, key: str) -> dict[int, Process]:
+        records = _found(key, self._groups).workers().records
+        return {rank: (record.host, record.pid) for rank, record in enumerate(records)}
 
     async def find(self, asked: Asked) -> tuple[str, Any]:
         """The workers on this host that have a rank, its place on another one, or why it has none: see `READY`."""
@@ -228,6 +235,8 @@ class ControllersRelay(Executor):
         args, kwargs = self._arguments(parts, rows)
         if method == FIND:
             return (), {}, self._told(*args)
+        if method == CONTROLLER + WAITS:
+            return (), {}, self._circles.closed_by(*args)
         earlier.set(kwargs.pop(PATH))
         made, is_for_all, workers = self._method(method, kwargs)
         submit = partial(made.all if is_for_all else made.submit, *args, **kwargs)

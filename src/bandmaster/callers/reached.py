@@ -143,6 +143,15 @@ class ReachedWorkers(LaneClient):
                 if (far := self._far.get(rank)) is not None:
                     far.interrupt({rank: ticket})
 
+    def give_up(self, tickets: Mapping[int, MessageTicket], why: str) -> None:
+        """Cancel requests, which fail at once with a UsageError."""
+        self.interrupt(tickets)
+        failure = Failure(FailureKind.RELAYED, why, exception=UsageError(why))
+        with self.lock:
+            for rank, ticket in tickets.items():
+                client: Any = self._far.get(rank, self)
+                client.fail_request(rank, ticket, failure)
+
     def stacks(self, tickets: Mapping[int, MessageTicket]) -> dict[int, str]:
         """The stacks of ranks on this host; see `contract.Workers.stacks`."""
         return super().stacks({rank: ticket for rank, ticket in tickets.items() if rank not in self._far})

@@ -127,6 +127,7 @@ class OpenWork:
         waiting: The calls that are not sent yet, because rows that they, or calls before them, take are missing.
         routers: Those of the methods whose calls are requests, by submitter and method.
         loads: How busy replicas are with the requests of all methods; kept by routers, by the submitter and the ranks.
+        first_replica: The number of the replica that gets a request of this caller if all are equally busy.
         outgoing: The router that has requests which are about to be sent; None if there are none.
         renewed: The ranks that are being replaced, and get no requests.
         died: The ranks that have died as a reply says, and when it came; `Workers.deaths` may not say so yet.
@@ -139,6 +140,7 @@ class OpenWork:
         self._in_parts: WeakValueDictionary[int, InParts] = WeakValueDictionary()
         self._is_advancing = False
         self.routers: dict[tuple[object, str], Routes] = {}
+        self.first_replica = 0
         self.loads: dict[tuple[object, frozenset[int]], Any] = {}
         self.outgoing: Routes | None = None
         self.renewed: frozenset[int] = frozenset()

@@ -60,7 +60,8 @@ class Router:
             Replica(ranks, loads.setdefault((submitter, frozenset(ranks)), ReplicaLoad()), self.concurrency)
             for ranks in replicas(spec.mesh, protocol)
         )
-        self._order = list(self.replicas)  # the one that got a request longest ago first
+        first = submitter.work.first_replica % len(self.replicas)
+        self._order = self.replicas[first:] + self.replicas[:first]  # of equally busy ones, the first gets a request
         self.waiting: deque[Request] = deque()
         self.sources: dict[Callable[[], object], None] = {}
         self.site: CallSite = submitter.site(spec.name)
@@ -270,8 +271,6 @@ class Router:
         for replica in chosen:
             if request.has_place:
                 replica.add(request)
-                self._order.remove(replica)
-                self._order.append(replica)
             replica.outbox.append(request)
         if (key := request.target.key) is not None:
             self._of_key[key] = chosen[0]
