@@ -34,7 +34,7 @@ from bandmaster.contract import (
 )
 from bandmaster.errors import UsageError
 from bandmaster.errors.failure import Failure, FailureKind
-from bandmaster.platform.locks import check_not_held, run_if_free
+from bandmaster.platform.locks import SigintSafeLock, check_not_held, run_if_free
 from bandmaster.wire.segment_reader import RowReader, RowReaders
 from bandmaster.worker import Report, Worker
 from bandmaster.worker_process.executor import Executor
@@ -409,7 +409,7 @@ class _SharedEnvironment:
         return any(name in variables for _, variables in list(self._asked.values()))
 
     def _release(self, holder: object) -> None:
-        with self._lock:
+        with SigintSafeLock(), self._lock:  # so that Ctrl-C does not come between a variable and its value before
             self._asked.pop(holder, None)
             for name in [name for name in list(self._before) if not self.has(name)]:
                 with contextlib.suppress(KeyError):  # a finalizer has put it back meanwhile

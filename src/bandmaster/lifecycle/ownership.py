@@ -107,23 +107,24 @@ class Ownership:
             raise
 
     def _release(self) -> None:
-        is_refused = False
         try:
-            if self._workers is not None:
-                _stop(self._workers)
+            self._stop()
+            self._tell_of_end()
         except UsageError:
-            is_refused = True
+            raise  # it was refused, and nothing was done
+        except BaseException:  # Ctrl-C: each step may be taken again
+            try:
+                self._stop()
+            finally:
+                self._tell_of_end()
             raise
-        finally:
-            if not is_refused:
-                self._workers = None
-                for step in self._when_closed:
-                    step()
 
+    def _stop(self) -> None:
+        workers = self._workers
+        if workers is not None:
+            workers.stop()
+            self._workers = None
 
-def _stop(workers: Workers) -> None:
-    try:
-        workers.stop()
-    except BaseException:  # Ctrl-C interrupted it: the second call completes the work
-        workers.stop()
-        raise
+    def _tell_of_end(self) -> None:
+        for step in self._when_closed:
+            step()
