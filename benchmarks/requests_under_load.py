@@ -61,11 +61,22 @@ class Callers(bm.Worker):
     @bm.register(bm.Dispatch.ONE_TO_ALL)
     async def ask(self, n: int, in_flight: int) -> None:
         """Make ``n`` requests."""
-        await ask(self.answers, n, in_flight)
+        await gather(self.answers, n, in_flight)
+
+
+async def gather(answers: Any, n: int, in_flight: int) -> None:
+    """Make ``n`` no-op requests, each in a task of its own, as `many_requests.py` does."""
+
+    async def limited(number: int) -> None:
+        async with gate:
+            assert await answers.noop(number) == number
+
+    gate = asyncio.Semaphore(in_flight)
+    await asyncio.gather(*map(limited, range(n)))
 
 
 async def ask(answers: Any, n: int, in_flight: int) -> None:
-    """Make ``n`` no-op requests, some at a time."""
+    """Make ``n`` no-op requests, in as many tasks as may be in flight."""
     numbers = iter(range(n))
 
     async def one_after_the_other() -> None:
@@ -95,7 +106,7 @@ def from_workers(answers: Any, n: int) -> dict[str, float]:
         found = {}
         for _ in range(2):  # the first time, they warm up
             start = time.perf_counter()
-            asyncio.run(ask(answers, n, IN_FLIGHT))
+            asyncio.run(gather(answers, n, IN_FLIGHT))
             found["controller"] = n / (time.perf_counter() - start)
             start, before = time.perf_counter(), _wakes()
             callers.ask(n // N_CALLERS, IN_FLIGHT // N_CALLERS)

@@ -29,7 +29,7 @@ from bandmaster.requests.router import Router
 from bandmaster.requests.target import ANY, Target
 from bandmaster.wire.lanes import LaneClient
 from bandmaster.worker import Registration, Worker, registrations
-from bandmaster.worker_process.call_path import PATH, Step, conflict, path_of_this_call, refusal
+from bandmaster.worker_process.call_path import PATH, Process, Step, conflict, path_of_this_call, refusal
 
 _ONE = Mesh(dp=1)
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
@@ -245,30 +245,33 @@ class DirectMethod(CalledMethod):
             request.parents = self._group.collective_calls()
         if target.min_version is not None:
             _reached(router).reach_all()  # so that they tell their versions
-        steps, processes = self._conflicts(router, path), _reached(router).processes_for(path).values()
-        request.calls_back = any(step.process in processes for step in path)
-        free = [n for n, replica in enumerate(router.replicas) if steps.keys().isdisjoint(replica.ranks)]
-        if steps and (not free or target.replica not in (None, *free)):
-            raise UsageError(refusal(path, next(iter(steps.values())), self._spec.label))
-        request.avoids = frozenset(steps)
+        processes = _reached(router).processes_for(path)
+        if processes:
+            request.calls_back = any(step.process in processes.values() for step in path)
+            steps = _conflicts(path, processes, router.is_exclusive)
+            free = [n for n, replica in enumerate(router.replicas) if steps.keys().isdisjoint(replica.ranks)]
+            if steps and (not free or target.replica not in (None, *free)):
+                raise UsageError(refusal(path, next(iter(steps.values())), self._spec.label))
+            request.avoids = frozenset(steps)
         self._group.watch(request, path, self._spec.label)
         return router, request, target
 
     def all(self, /, *args: Any, **kwargs: Any) -> Future[list[Any]]:
         """Send the request to all replicas; see `RequestMethod.all`."""
         path = path_of_this_call()
-        for step in self._conflicts(Router.of(self._submitter, self._spec), path).values():
+        router = Router.of(self._submitter, self._spec)
+        for step in _conflicts(path, _reached(router).processes_for(path), router.is_exclusive).values():
             raise UsageError(refusal(path, step, f"{self._spec.label}.all"))
         return super().all(*args, **kwargs)
 
-    def _conflicts(self, router: Router, path: tuple[Step, ...]) -> dict[int, Step]:
-        """The ranks that would begin this call only when a call of its path has ended, with that call."""
-        processes = _reached(router).processes_for(path)
-        alone = next((step for step in path if step.is_alone and step.process in processes.values()), None)
-        if alone is not None:  # perhaps on all ranks, which would wait for each other
-            return dict.fromkeys(processes, alone)
-        found = {rank: conflict(path, process, router.is_exclusive) for rank, process in processes.items()}
-        return {rank: step for rank, step in found.items() if step is not None}
+
+def _conflicts(path: tuple[Step, ...], processes: Mapping[int, Process], is_alone: bool) -> dict[int, Step]:
+    """The ranks that would begin a call only when a call of its path has ended, with that call."""
+    alone = next((step for step in path if step.is_alone and step.process in processes.values()), None)
+    if alone is not None:  # perhaps on all ranks, which would wait for each other
+        return dict.fromkeys(processes, alone)
+    found = {rank: conflict(path, process, is_alone) for rank, process in processes.items()}
+    return {rank: step for rank, step in found.items() if step is not None}
 
 
 class RelayedMethod(CalledMethod):
