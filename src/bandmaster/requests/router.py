@@ -159,7 +159,7 @@ class Router:
     def _choose(self, request: Request) -> Sequence[Replica] | None:
         """The replicas for a request, which `_put` then gets; None if it has to wait."""
         target = request.target
-        if not request.has_rows:
+        if request.parents and not request.has_rows:
             return None
         if target.is_all:
             return self.replicas
@@ -167,7 +167,9 @@ class Router:
         if not candidates:
             return None
         busy = self._busy if self.workers.reports else _n_open
-        best = min([replica for replica in candidates if replica.n_places > 0] or candidates, key=busy)
+        best = min(candidates, key=busy)
+        if best.n_places <= 0:
+            best = min([replica for replica in candidates if replica.n_places > 0], default=best, key=busy)
         if target.key is not None:
             known = self._of_key.get(target.key, best)
             if known in candidates and busy(known) <= busy(best) + target.spill:
