@@ -633,7 +633,7 @@ class Partner(bm.Worker):
 
     def meet(self, folder):
         (folder / f"{self.rank} {os.getpid()}").touch()
-        while len(list(folder.iterdir())) < 2:
+        while len(list(folder.iterdir())) < 2:  # or more, if the ranks of a replica do so
             time.sleep(0.001)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -646,9 +646,24 @@ class Partner(bm.Worker):
         self.meet(folder)
         return await (other.answer("a") if way == "answer" else other.answer_all.submit("a"))
 
+    @register(Dispatch.REQUEST)
+    def ask_alone(self, other, folder):
+        self.meet(folder)
+        return other.answer("a").result()
+
     @register(Dispatch.REQUEST, concurrency=4)
     async def answer(self, word):
         return word
+
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def answer_late(self, word):
+        await asyncio.sleep(3.5)
+        return word
+
+    @register(Dispatch.ONE_TO_ALL)
+    def ask_second(self, other, folder):
+        self.meet(folder)
+        return other.answer_late.options(replica=1)("b").result()
 
     @register(Dispatch.ONE_TO_ALL)
     def answer_all(self, word):
@@ -676,6 +691,16 @@ def test_two_calls_that_wait_for_each_other_are_found(backend, tmp_path, method,
         assert isinstance(error, bm.RemoteError) and "as calls that run alone wait for each other: Partner.ask" in str(
             error
         )
+
+
+@pytest.mark.backends("local")
+def test_a_call_that_waits_for_another_replica_is_in_no_circle(backend, tmp_path):
+    with bm.ResourcePool([4], backend=backend) as four, bm.ResourcePool([1], backend=backend) as one:
+        sharded = bm.WorkerGroup(four, Partner, mesh=Mesh(dp=2, tp=2), name="sharded")
+        single = bm.WorkerGroup(one, Partner, name="single")
+        first = sharded.ask_alone.options(replica=0)(single, tmp_path)  # waits until the second has ended
+        second = single.ask_second.submit(sharded, tmp_path)
+        assert (second.result(DEADLINE), first.result(DEADLINE)) == (["b"], "a")
 
 
 @pytest.mark.backends("inprocess")

@@ -202,8 +202,8 @@ class CalledGroup:
         spec = MethodSpec.of(_Controller, WAITS, _RELAYED, _ONE, {})
         return OpenChains(workers, RequestMethod[Any, Any](self, submitter, spec).submit)
 
-    def watch(self, request: Request, path: Sequence[Step], method: str, ranks: Sequence[int] | None = ()) -> None:
-        """Find out if a call with a path waits for a call that waits for it; ``ranks`` is None if all take it."""
+    def watch(self, request: Request, path: Sequence[Step], method: str, ranks: Sequence[int] = ()) -> None:
+        """Find out if a call with a path waits for a call that waits for it; ``ranks`` are those of a relayed one."""
         alone = [step for step in path if step.is_alone]
         if alone:
             self._chains.add(request, Wait(alone, method, self._reference.key, ranks))
@@ -327,7 +327,8 @@ class RelayedMethod(CalledMethod):
         """The request, with what the controller is to know of the call."""
         path = path_of_this_call()
         router, request, target = super()._made(args, kwargs, [*beside, (OPTIONS, self._given), (PATH, path)])
-        self._group.watch(request, path, self._spec.label, None)
+        if self._n_replicas <= 1 or ALL in self._given:  # else the controller alone knows the replica
+            self._group.watch(request, path, self._spec.label, self._asked.ranks)
         if not self._n_replicas:
             request.parents = self._group.requests()
             self._group.collective[request] = RequestFuture(request, self._group)

@@ -36,13 +36,13 @@ class Wait(NamedTuple):
         alone: The calls that wait for it, and that run alone.
         method: The call that is waited for, for messages.
         group: The key of its group.
-        ranks: The ranks that it was sent to; None for all.
+        ranks: The ranks that it goes to; none as long as its replica is not chosen.
     """
 
     alone: Sequence[Step]
     method: str
     group: str
-    ranks: Sequence[int] | None
+    ranks: Sequence[int]
 
 
 class OpenChains:
@@ -85,8 +85,7 @@ class OpenChains:
             if request is None or request.is_done:
                 continue
             if request.tickets:
-                ranks = wait.ranks if wait.ranks is None else request.ranks
-                self._asked[request] = self._ask(wait._replace(ranks=ranks))
+                self._asked[request] = self._ask(wait._replace(ranks=wait.ranks or request.ranks))
             else:  # it waits for a place, or for its rows
                 self._new.append((made, wait, now + PATIENCE_S))
         for request, told in list(self._asked.items()):
@@ -152,7 +151,7 @@ class Circles:
             processes = self._processes_of(wait.group)
         except BandmasterError:  # it is closed, and the call fails
             return set()
-        return {process for rank, process in processes.items() if wait.ranks is None or rank in wait.ranks}
+        return {processes[rank] for rank in wait.ranks}
 
 
 def _words(circle: Sequence[Wait]) -> str:

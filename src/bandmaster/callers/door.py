@@ -261,9 +261,8 @@ class ControllersRelay(Executor):
         made = group.method(name)
         is_for_all = options.pop(ALL, False)
         made = made.options(**options) if options else made
-        workers = group.workers()
         is_alone = not (isinstance(made, RequestMethod) and made.runs_beside)
-        processes = {(record.host, record.pid) for record in workers.records} if path else ()
+        processes = set(self._processes_of(key).values()) if path else ()
         for process in processes:
             step = conflict(path, process, is_alone)
             if step is not None:
