@@ -14,6 +14,7 @@ random, and most episodes end without the treasure after 100 turns; in the end m
 
 import argparse
 import asyncio
+import random
 
 import numpy as np
 
@@ -34,28 +35,28 @@ def probabilities(weights):
 class Policy(bm.Worker):
     """Stands for an inference engine: it takes all requests that have come as one batch."""
 
-    def __init__(self, seed):
-        self.random = np.random.default_rng([seed, self.rank])
+    def __init__(self):
         self.version, self.weights = 0, np.zeros((3, 3))
         self.batch = []
 
     @register(Dispatch.REQUEST, concurrency=1024)
-    async def act(self, known):
-        """Choose an action for what an agent knows."""
+    async def act(self, known, chance):
+        """Choose an action for what an agent knows. `chance` is from 0 to 1: equal chances give equal actions."""
         loop = asyncio.get_running_loop()
         if not self.batch:
             loop.call_soon(self.step)
         chosen = loop.create_future()
-        self.batch.append((known, chosen))
+        self.batch.append((known, chance, chosen))
         return await chosen
 
     def step(self):
         """Answer all requests of the batch."""
         batch, self.batch = self.batch, []
-        chances = probabilities(self.weights[[known for known, _ in batch]]).cumsum(axis=1)
-        actions = (self.random.random((len(batch), 1)) > chances[:, :-1]).sum(axis=1)
-        for (_, chosen), action in zip(batch, actions.tolist(), strict=True):
-            chosen.set_result(action)
+        known, chances, chosen = zip(*batch, strict=True)
+        bounds = probabilities(self.weights[list(known)]).cumsum(axis=1)
+        actions = (np.array(chances)[:, np.newaxis] > bounds[:, :-1]).sum(axis=1)
+        for future, action in zip(chosen, actions.tolist(), strict=True):
+            future.set_result(action)
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, version, weights):
@@ -79,15 +80,16 @@ class AgentLoop(bm.Worker):
         self.policy, self.guide = policy, guide
 
     @register(Dispatch.DP_PROTO)
-    async def run(self, treasures):
-        return await asyncio.gather(*[self.episode(number, int(place)) for number, place in enumerate(treasures)])
+    async def run(self, treasures, seeds):
+        return await asyncio.gather(*map(self.episode, treasures.tolist(), seeds.tolist()))
 
-    async def episode(self, number, treasure):
+    async def episode(self, treasure, seed):
         """Play one episode: what was known and done in each turn, and the reward."""
-        act = self.policy.act.options(key=(self.rank, number))  # as its cache is there
+        act = self.policy.act.options(key=seed)  # as its cache is there
+        chances = random.Random(seed)  # its own: the order in which a replica answers episodes changes none
         here, known, turns = 0, UNKNOWN, []
         while here != treasure and len(turns) < MOST_TURNS:
-            action = await act(known)
+            action = await act(known, chances.random())
             turns.append((known, action))
             if action == ASK:
                 known = await self.guide.ask(here, treasure)
@@ -111,15 +113,15 @@ class Learner(bm.Worker):
 
 
 def learn(steps=25, n_episodes=400, rate=60.0, seed=0, backend="local"):
-    """Train the policy. Returns the mean reward of each step, and the weights."""
-    random, weights, rewards = np.random.default_rng(seed), np.zeros((3, 3)), []
+    """Train the policy. Returns the mean reward of each step, and the weights: the same for the same seed."""
+    games, weights, rewards = np.random.default_rng(seed), np.zeros((3, 3)), []
     with bm.ResourcePool([2], backend=backend) as pool:
-        policy, guide = bm.WorkerGroup(pool, Policy, seed), bm.WorkerGroup(pool, Guide)
+        policy, guide = bm.WorkerGroup(pool, Policy), bm.WorkerGroup(pool, Guide)
         agents, learner = bm.WorkerGroup(pool, AgentLoop, policy, guide), bm.WorkerGroup(pool, Learner)
         for step in range(steps):
-            far = np.exp(random.uniform(0, np.log(FARTHEST), n_episodes)).round()
-            treasures = far * random.choice([-1, 1], n_episodes)
-            episodes = agents.run.submit(treasures)  # stay where they are
+            far = np.exp(games.uniform(0, np.log(FARTHEST), n_episodes)).round().astype(int)
+            treasures, seeds = far * games.choice([-1, 1], n_episodes), games.integers(2**62, size=n_episodes)
+            episodes = agents.run.submit(treasures, seeds)  # stay where they are
             found = learner.gradient(episodes, weights)
             weights = weights + rate * found["slope"]
             policy.load(step + 1, weights)

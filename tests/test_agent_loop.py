@@ -26,3 +26,9 @@ def test_agents_learn_to_ask_and_to_go_there(program, backend):
     assert rewards[0] < -0.2 and np.mean(rewards[-3:]) > 0.4
     chances = program.probabilities(weights)
     assert chances[program.IS_LEFT].argmax() == program.LEFT and chances[program.IS_RIGHT].argmax() == program.RIGHT
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_equal_seeds_give_equal_episodes_in_whatever_order_requests_are_answered(program, backend):
+    rewards, _ = program.learn(steps=2, n_episodes=20, backend=backend)
+    assert rewards == pytest.approx([-0.4715, -0.019], abs=1e-9)
