@@ -8,6 +8,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from ctrl_c import pressed
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
@@ -219,3 +220,16 @@ def test_a_backend_is_made_once_whoever_asks_first():
     register_backend(name, factory)
     at_once(*[lambda: bm.ResourcePool([1], backend=name)] * 4)
     assert len(made) == 1
+
+
+@pytest.mark.usefixtures("gpus")
+def test_ctrl_c_as_slots_are_reserved_and_released_leaves_their_gpus_free():
+    def reserve():
+        bm.ResourcePool([N_GPUS], use_gpu=True).reserve().close()
+
+    n = 1
+    while pressed(reserve, n):
+        gc.collect()  # a pool whose close has not begun
+        reserve()
+        n += 1
+    assert n > 20

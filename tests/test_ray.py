@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+from ctrl_c import pressed
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
+from bandmaster.testing import no_leaks
 
 PROGRAMS = [
     pytest.param(path, id=path.stem, marks=() if path.stem.endswith(("killed", "lost", "ended")) else pytest.mark.slow)
@@ -36,6 +38,17 @@ class Look(bm.Worker):
 
     def mine(self):
         return os.environ.get("MINE")
+
+
+def test_ctrl_c_as_slots_are_reserved_and_released_leaves_no_placement_group(ray_cluster):
+    def reserve():
+        bm.ResourcePool([1], backend="ray").reserve().close()
+
+    n = 1
+    with no_leaks(kinds=["placements"]):
+        while pressed(reserve, n):
+            n += 7  # as each step would take half a minute
+    assert n > 200
 
 
 @pytest.mark.parametrize("each", [1, 2])

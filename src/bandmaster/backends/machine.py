@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import dataclass
 from itertools import islice
 
@@ -33,7 +34,7 @@ class MachineBackend:
 
     def __init__(self) -> None:
         self._reserving = threading.RLock()  # one reservation at a time
-        self._reserved: dict[MachineReservation, None] = {}
+        self._reserved: dict[weakref.ref[MachineReservation], None] = {}  # Ctrl-C may leave one with nobody
 
     def inventory(self) -> tuple[Node, ...]:
         """This machine as the only node."""
@@ -58,7 +59,7 @@ class MachineBackend:
             each = request.gpus_per_worker
             gpus = tuple(tuple(tuple(islice(free, each)) for _ in range(size)) for size in request.workers)
             reservation = MachineReservation(request.name, gpus)
-            self._reserved[reservation] = None
+            self._reserved[weakref.ref(reservation)] = None
         return reservation
 
     def nodes(self, reservation: MachineReservation) -> list[Node | None]:
@@ -67,8 +68,9 @@ class MachineBackend:
 
     def release(self, reservation: MachineReservation) -> None:
         """Release the GPUs of a reservation."""
-        self._reserved.pop(reservation, None)
+        self._reserved.pop(weakref.ref(reservation), None)
 
     def _holders(self) -> dict[int, MachineReservation]:
         """The reservation of each GPU in use, by index of the GPU."""
-        return {gpu: one for one in list(self._reserved) for node in one.gpus for slot in node for gpu in slot}
+        holders = [holder for known in list(self._reserved) if (holder := known()) is not None]
+        return {gpu: holder for holder in holders for node in holder.gpus for slot in node for gpu in slot}

@@ -167,8 +167,13 @@ class Lease:
         return list(self.holders.get(place, {}).values())
 
     def _end(self) -> None:
-        if self._release is not None:
+        if self._release is None:
+            return
+        try:
             self._release()
+        except BaseException:  # Ctrl-C: each step of a release may be taken again
+            get_backend(self.backend).release(self.reservation)
+            raise
 
 
 SlotKey = tuple[Lease, int, int]  # what identifies a slot: node of the pool, and index there

@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -142,14 +143,14 @@ class RayAgents:
         self._links: AgentLinks | None = None
         self._actors: dict[AgentKey, Any] = {}
         self._opened: dict[AgentKey, Any] = {}  # the ObjectRef of the facts of agents without a link
-        self._held: dict[object, Sequence[AgentKey]] = {}  # by reservation
+        self._held: dict[weakref.ref[object], Sequence[AgentKey]] = {}  # by reservation, also one that nobody has
         self._session: RaySession | None = None
         self._numbers = itertools.count()
 
     def prepare(self, reservation: object, keys: Sequence[AgentKey]) -> None:
         """Start agents for a reservation, without waiting for them; they stay until it is released."""
         with self._lock:
-            self._held[reservation] = keys
+            self._held[weakref.ref(reservation)] = keys
             links = self._begin()
             for key in keys:
                 self._open(links, key)
@@ -157,7 +158,7 @@ class RayAgents:
 
     def release(self, reservation: object) -> None:
         """End the agents that were started for a reservation, unless they are needed for more."""
-        self._held.pop(reservation, None)
+        self._held.pop(weakref.ref(reservation), None)
         self.release_agents()
 
     def start(self, launch: Launch, places: Mapping[AgentKey, HostShare]) -> AgentWorkers:
@@ -268,7 +269,7 @@ class RayAgents:
         self._is_due = False
         if self._links is None:
             return
-        held = {key for keys in list(self._held.values()) for key in keys}
+        held = {key for holder, keys in list(self._held.items()) if holder() is not None for key in keys}
         for key, actor in list(self._actors.items()):
             agent = self._links.agents.get(key)
             if key in held or (agent is not None and agent.is_needed):

@@ -18,7 +18,13 @@ from typing import Any, NamedTuple
 import ray
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from bandmaster.backends.host_workers import HostShare, HostWorkers
@@ -52,6 +58,51 @@ REFUSED_OPTIONS = {  # of @ray.remote, and what to do instead
 }
 
 
+class PlacementGroups(list[PlacementGroup]):
+    """Placement groups that this process has made. They are removed when nothing refers to this any more.
+
+    The name of each is noted before it is made, so that none is left behind, whenever Ctrl-C comes.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._session = RaySession()
+        self._end = weakref.finalize(self, _remove, self._names, self._session)
+        self._end.atexit = False  # Ray removes them
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return tuple, (tuple(self),)
+
+    def make(self, name: str, bundles: Sequence[Mapping[str, float]], node: str, life: str | None) -> None:
+        """Make one more.
+
+        Args:
+            name: What messages call it.
+            bundles: Its bundles.
+            node: Ray's id of the node that they are to be on.
+            life: Its lifetime, as Ray calls it.
+        """
+        self._names.append(f"{name}{_UNIQUE}{uuid.uuid4().hex}")
+        labels = [{"ray.io/node-id": node}] * len(bundles)
+        made = placement_group(list(bundles), "STRICT_PACK", self._names[-1], life, bundle_label_selector=labels)
+        self.append(made)
+
+    def remove_all(self) -> None:
+        """Remove them. It may be called again."""
+        _remove(self._names, self._session)
+        self.keep()
+
+    def keep(self) -> None:
+        """Leave them to whoever knows their names."""
+        self._end.detach()
+
+
+def _remove(names: Sequence[str], session: RaySession) -> None:
+    for name in names if session.is_current else ():
+        with contextlib.suppress(ValueError):  # it was not made, or was removed
+            remove_placement_group(get_placement_group(name))
+
+
 @dataclass(frozen=True, eq=False)
 class RayReservation:
     """The placement groups of a pool.
@@ -65,7 +116,7 @@ class RayReservation:
     """
 
     name: str
-    groups: tuple[PlacementGroup, ...]
+    groups: Sequence[PlacementGroup]
     nodes: tuple[str, ...]
     gpus: tuple[tuple[tuple[str, ...], ...], ...]
     session: RaySession
@@ -145,14 +196,7 @@ class RayBackend:
         groups = placed(names, bundles, keys, deadline)
         if groups is None:
             return None
-        try:
-            return RayReservation(request.name, groups, tuple(keys), gpus_of(groups, request), RaySession())
-        except BaseException:
-            remove(groups)
-            raise
-
-    def _remove(self, reservation: RayReservation) -> None:
-        remove(reservation.groups)
+        return RayReservation(request.name, groups, tuple(keys), gpus_of(groups, request), RaySession())
 
     def nodes(self, reservation: RayReservation) -> list[Node | None]:
         """The node of each entry; where the agent of a host is gone, it is found out at once whether the host is."""
@@ -165,8 +209,8 @@ class RayBackend:
         """Remove the placement groups of a reservation. A private Ray instance ends with its last reservation."""
         self.agents.release(reservation)
         self.local.release_zygotes(reservation)
-        if reservation.session.is_current:
-            self._remove(reservation)
+        if isinstance(reservation.groups, PlacementGroups):
+            reservation.groups.remove_all()
         self.connection.end_hold(reservation)
 
     def start(self, launch: Launch) -> HostWorkers | AgentWorkers:
@@ -258,7 +302,7 @@ def placed(
     keys: Sequence[str],
     deadline: float,
     life: str | None = None,
-) -> tuple[PlacementGroup, ...] | None:
+) -> PlacementGroups | None:
     """Create a placement group on each of some nodes; None, leaving none behind, if resources were taken meanwhile.
 
     Args:
@@ -268,26 +312,14 @@ def placed(
         deadline: Until when to wait for them, as `time.monotonic`.
         life: Their lifetime, as Ray calls it.
     """
-    groups: list[PlacementGroup] = []
-    try:
+    groups = PlacementGroups()
+    with contextlib.suppress(GetTimeoutError):
         for name, wanted, key in zip(names, bundles, keys, strict=True):
-            unique, labels = f"{name}{_UNIQUE}{uuid.uuid4().hex}", [{"ray.io/node-id": key}] * len(wanted)
-            groups.append(placement_group(list(wanted), "STRICT_PACK", unique, life, bundle_label_selector=labels))
+            groups.make(name, wanted, key, life)
         if all(group.wait(max(1.0, min(10.0, deadline - time.monotonic()))) for group in groups):
-            return tuple(groups)
-    except GetTimeoutError:
-        pass
-    except BaseException:
-        remove(groups)
-        raise
-    remove(groups)
+            return groups
+    groups.remove_all()
     return None
-
-
-def remove(groups: Sequence[PlacementGroup]) -> None:
-    """Remove placement groups."""
-    for group in groups:
-        remove_placement_group(group)
 
 
 def node_of(group: PlacementGroup) -> str:

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,23 +71,25 @@ class RayConnection:
     def __init__(self) -> None:
         self.is_embedded = False  # whether Ray is a private instance
         self._session: RaySession | None = None  # that was made here last
-        self._holds: dict[object, RaySession | None] = {}  # None while a reservation is being made
+        # By reservation, also one that Ctrl-C has left with nobody; None while it is being made.
+        self._holds: dict[weakref.ref[object], RaySession | None] = {}
         self._connecting = threading.RLock()  # held while this connects or disconnects; re-entrant for finalizers
 
     def hold(self, reservation: object, session: RaySession) -> None:
         """Stay connected until `end_hold` is called with a reservation."""
-        self._holds[reservation] = session
+        self._holds[weakref.ref(reservation)] = session
 
     def end_hold(self, reservation: object) -> None:
         """A reservation was released; disconnect if it was the last one and the connection was made here.
 
         If another thread connects, which is to reserve slots, that one looks later.
         """
-        self._holds.pop(reservation, None)
+        self._holds.pop(weakref.ref(reservation), None)
         run_if_free(self._connecting, self._disconnect_if_idle)
 
     def _disconnect_if_idle(self) -> None:
-        is_used = any(session is None or session.is_current for session in list(self._holds.values()))
+        held = [session for holder, session in list(self._holds.items()) if holder() is not None]
+        is_used = any(session is None or session.is_current for session in held)
         if self._is_ours and not is_used:
             ray.shutdown()
             self.is_embedded = False
@@ -94,9 +97,9 @@ class RayConnection:
     @contextlib.contextmanager
     def staying(self) -> Iterator[None]:
         """Let no other thread disconnect during the block; afterwards disconnect if nothing is reserved."""
-        making = object()
+        making = _Making()
         with self._connecting:
-            self._holds[making] = None
+            self._holds[weakref.ref(making)] = None
         try:
             yield
         finally:
@@ -132,6 +135,10 @@ class RayConnection:
     def _is_ours(self) -> bool:
         """Whether the present connection was made here."""
         return self._session is not None and self._session.is_current
+
+
+class _Making:
+    """Stands for a reservation that is being made."""
 
 
 def running_cluster() -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import ray
@@ -47,15 +47,13 @@ class ActorReservation(RayReservation):
 
     Attributes:
         bundles: For each placement group, the indices of its bundles in the order of their GPUs.
-        is_detached: Whether they stay when they are released.
     """
 
     bundles: tuple[tuple[int, ...], ...] = ()
-    is_detached: bool = False
 
     @classmethod
     def of(cls, name: str, groups: Sequence[PlacementGroup], are_free: bool = False) -> ActorReservation:
-        """A reservation that consists of the user's own placement groups, one per node; the user removes them.
+        """A reservation that consists of some placement groups, one per node; the user removes their own.
 
         Args:
             name: Name of the pool.
@@ -66,7 +64,7 @@ class ActorReservation(RayReservation):
         bundles = tuple(tuple(sorted(range(len(of)), key=of.__getitem__)) for of in found)
         gpus = tuple(tuple(of[index][1] for index in order) for of, order in zip(found, bundles, strict=True))
         nodes = tuple(map(backend.node_of, groups))
-        return cls(name, tuple(groups), nodes, gpus, RaySession(), bundles, is_detached=True)
+        return cls(name, groups, nodes, gpus, RaySession(), bundles)
 
 
 class ActorBackend(RayBackend):
@@ -84,16 +82,11 @@ class ActorBackend(RayBackend):
         groups = backend.placed(names, bundles, keys, deadline, "detached" if is_detached else None)
         if groups is None:
             return None
-        try:
-            made = ActorReservation.of(request.name, groups, are_free=True)
-        except BaseException:
-            backend.remove(groups)
-            raise
-        return ActorReservation(made.name, made.groups, made.nodes, made.gpus, made.session, made.bundles, is_detached)
-
-    def _remove(self, reservation: RayReservation) -> None:
-        if not (isinstance(reservation, ActorReservation) and reservation.is_detached):
-            super()._remove(reservation)
+        made = ActorReservation.of(request.name, groups, are_free=True)
+        if is_detached:
+            groups.keep()
+            return replace(made, groups=tuple(groups))
+        return made
 
     def start(self, launch: Launch) -> HostWorkers | AgentWorkers | Any:
         """Start the actors of a `RayWorkerGroup`, or the workers of another group as backend ``"ray"`` starts them.

@@ -139,7 +139,7 @@ class RayResourcePool(ResourcePool):
 def _adopted(name: str, groups: Sequence[Any]) -> Any:
     from bandmaster.single_controller.ray.backend import ActorReservation  # here, as it imports Ray
 
-    return ActorReservation.of(name, groups)
+    return ActorReservation.of(name, tuple(groups))
 
 
 def _actor_backend() -> Any:
