@@ -57,8 +57,8 @@ class Payload:
         return n_bytes
 
     def private(self) -> Payload:
-        """A copy of the payload with buffers in new writable memory, which belongs to the reader."""
-        return Payload(self.head, tuple(bytearray(buffer) for buffer in self.buffers))
+        """The payload with buffers in new writable memory, which belongs to the reader."""
+        return Payload(self.head, tuple(map(bytearray, self.buffers))) if self.buffers else self
 
     def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
         wrap: Callable[[Any], Any] = pickle.PickleBuffer if protocol >= 5 else bytearray

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from bandmaster.calls.derived import PutRows
@@ -356,9 +356,7 @@ class AnyGroup(metaclass=ABCMeta):
             spec = known.get("_methods", {}).get(name)
             if spec is not None:
                 if spec.registration.is_request:
-                    from bandmaster.requests.method import RequestMethod  # a feature
-
-                    return RequestMethod(self, self._submitter, spec)
+                    return _request_method()(self, self._submitter, spec)
                 return GroupMethod(self, self._submitter, spec)
             cls = known.get("_cls")
             if cls is not None and callable(getattr(cls, name, None)) and not name.startswith("_"):
@@ -403,3 +401,10 @@ class AnyGroup(metaclass=ABCMeta):
         except UsageError:  # it is closed
             running = None
         return tables.as_html(repr(self), self.worker_names, self._mesh, running, self._methods.values())
+
+
+@cache
+def _request_method() -> Any:
+    from bandmaster.requests.method import RequestMethod  # a feature
+
+    return RequestMethod

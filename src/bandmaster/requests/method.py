@@ -225,7 +225,9 @@ class RequestMethod(MethodOfGroup, Generic[P, G]):
         site = self._submitter.site(self._spec.name, self._options)
         spec = self._spec
         plan = spec.plan(args, kwargs, spec.registration.protocol.outgoing)  # type: ignore[union-attr]
-        arguments = plan.groups[0].beside(self.beside).beside(beside)
+        arguments = plan.groups[0]
+        if self.beside or beside:
+            arguments = arguments.beside((*self.beside, *beside))
         name = secrets.token_hex(8) if spec.is_generator else ""
         if name:
             arguments = arguments.beside(((STREAM, name), (METHOD, router.method), (MAXSIZE, self._how.maxsize)))

@@ -54,24 +54,27 @@ class LoopReader:
         """Read until a request is done. Returns the future that is done then, or when `tell` is called with it."""
         waiter: asyncio.Future[None] = self.loop.create_future()
         request.waiters.append(partial(self.tell, waiter))
-        self.watch(request)
+        self._add(request)
         if request.is_done:
-            self.tell(waiter)
+            self.tell(waiter, request)
         return waiter
 
     def watch(self, request: Request) -> None:
         """Read until a request is done."""
         if request not in self._requests:
-            self._requests[request] = None
             request.waiters.append(self.forget)
-            fd = request.workers.arrivals
-            if fd is not None and self._watched.get(fd) is not request.workers:
-                if fd in self._watched:  # of workers that were stopped; the number is that of another descriptor now
-                    self.loop.remove_reader(fd)
-                self._watched[fd] = request.workers
-                self.loop.add_reader(fd, self._read, fd, request.workers)
+            self._add(request)
         if request.is_done:
             self.forget(request)
+
+    def _add(self, request: Request) -> None:
+        self._requests[request] = None
+        fd = request.workers.arrivals
+        if fd is not None and self._watched.get(fd) is not request.workers:
+            if fd in self._watched:  # of workers that were stopped; the number is that of another descriptor now
+                self.loop.remove_reader(fd)
+            self._watched[fd] = request.workers
+            self.loop.add_reader(fd, self._read, fd, request.workers)
 
     def forget(self, request: Request) -> None:
         """Read no longer for a request. Any thread may call this; it does not block."""
@@ -85,8 +88,15 @@ class LoopReader:
                 self.loop.remove_reader(fd)
 
     def tell(self, waiter: asyncio.Future[None], request: Request | None = None) -> None:
-        """Wake who awaits a future of `add`. Any thread may call this; it does not block."""
+        """Wake who awaits a future of `add`. Any thread may call this; it does not block.
+
+        Args:
+            waiter: The future.
+            request: The request, if it has ended.
+        """
         self._arrived.append(waiter)
+        if request is not None:
+            self.forget(request)
         self._wake_soon()
 
     def call(self, function: Callable[[], object]) -> bool:

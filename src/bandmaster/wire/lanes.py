@@ -485,6 +485,8 @@ def _is_call(outgoing: _Outgoing) -> bool:
 def _nbytes_of(numbered: tuple[WorkerCall, RequestTicket]) -> int:
     """The size of a request in a message, at most."""
     call = numbered[0]
+    if not call.rows and len(call.parts) == 1 and type(call.parts[0]) is tuple and not call.parts[0][1]:  # as most are
+        return REQUEST_NBYTES + len(call.method) + len(call.parts[0][0])
     parts = [part for part in (*call.parts, *(part for _, part in call.rows)) if type(part) is tuple]
     n_numbers = len(call.method) + 8 * sum(map(len, call.present.values()))
     return REQUEST_NBYTES * (1 + 3 * len(call.rows)) + n_numbers + sum([Payload(*part).nbytes for part in parts])

@@ -12,6 +12,7 @@ from bandmaster.codec import Payload
 from bandmaster.contract import CALLS_BACK, FIRST_ITEMS, MORE_ITEMS, TIMES, Reply, Rows
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.wire.segment_reader import NO_ROWS, RowReaders
+from bandmaster.wire.status_page import N_TASKS
 from bandmaster.worker_process.call_path import RunningCall, running
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.item_stream import ItemStream
@@ -74,6 +75,8 @@ class RequestTasks:
         self._loop.run(self._cancel, numbers)
 
     def _start(self, requests: Sequence[ReceivedRequest], given_up: Collection[int]) -> None:
+        loop = self._loop.loop
+        self._executor.activity.words[N_TASKS] += len(requests)
         for request in requests:
             if request.number in given_up:
                 self._ended(request, _CANCELLED, None)
@@ -82,7 +85,8 @@ class RequestTasks:
                 request = request._replace(method=request.method.removeprefix(CALLS_BACK))
             known = self._taking if request.method in (FIRST_ITEMS, MORE_ITEMS) else self._running
             known[request.number] = request, monotonic()
-            self._tasks[request.number] = self._loop.loop.create_task(self._run(request))
+            # Were it made by `create_task`, the loop would count it, and look how it ends: as much work as the rest.
+            self._tasks[request.number] = asyncio.Task(self._run(request), loop=loop)
         self._show()
 
     def _cancel(self, numbers: Sequence[int]) -> None:
@@ -142,6 +146,7 @@ class RequestTasks:
     def count(self, n: int) -> None:
         """Count requests whose replies were sent, on the event loop."""
         self._show()  # first: a call that waits for this shows itself
+        self._executor.activity.words[N_TASKS] -= n
         self._n_ended += n
 
     def _show(self) -> None:

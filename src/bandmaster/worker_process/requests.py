@@ -76,6 +76,7 @@ class Requests:
         self._given_up: set[int] = set()  # requests that were cancelled, perhaps among these
         self._versions: Mapping[str, int | None] = {}  # that the callers were told of
         self._callers: list[_Caller] = []
+        self._n_ended = 0  # requests that have ended, and are not counted as such
         self._controller = None if lane is None else self._added(lane)
         os.register_at_fork(after_in_child=partial(_close_in_fork, weakref.ref(self)))
 
@@ -187,7 +188,11 @@ class Requests:
         self.go_on()
 
     def go_on(self) -> None:
-        """Take up what was set aside, as far as it may begin."""
+        """Count the requests that have ended, and take up what was set aside, as far as it may begin."""
+        if self._n_ended:
+            n, self._n_ended = self._n_ended, 0
+            self._tasks.count(n)
+            self._tell_versions()
         while self._aside and self.is_reading:
             caller, (body, _) = self._aside[0]
             is_request = header_of(body)[0] == MessageKind.REQUESTS
@@ -211,9 +216,8 @@ class Requests:
     # --- replies, on the event loop ---
 
     def _ended(self, request: ReceivedRequest, outcome: Outcome, times: bytes | None) -> None:
+        self._n_ended += 1
         request.caller.reply(request.number, outcome, times)
-        self._tell_versions()
-        self._tasks.count(1)
 
     def _tell_versions(self) -> None:
         """Tell all callers of a new version: their requests may wait for it. The load goes along with replies."""
@@ -250,7 +254,6 @@ class _Caller:
 
     def reply(self, number: int, outcome: Outcome, times: bytes | None) -> None:
         """Reply to a request soon: small replies of one round of the event loop go in one message."""
-        self.report()
         if times is not None:
             self._add(number, ReplyKind.TIMES, times)
         if isinstance(outcome, Payload) and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
@@ -260,6 +263,7 @@ class _Caller:
         elif isinstance(outcome, Failure) and (encoded := encode(outcome)).nbytes <= INLINE_NBYTES:
             self._add(number, ReplyKind.FAILURE, inline(encoded))
         else:
+            self.report()
             self._unsent.append(partial(self._send_large, number, outcome, times))
             self._loop.call_soon(self._send_rest)
 
@@ -271,6 +275,8 @@ class _Caller:
     def _flush(self) -> None:
         """Send the replies of the requests that have ended in this round of the event loop."""
         replies, self._replies = self._replies, []
+        if (reports := new_reports(self._requests.executor, self.lane)) is not None:
+            replies.insert(0, (0, ReplyKind.REPORT, reports))
         self._unsent.extend(
             partial(self.lane.send_beside, several_replies(some)) for some in as_fit(replies, _nbytes_of)
         )
