@@ -576,6 +576,62 @@ def ask_from_workers(group, rows, ranks):
         needs_values=True,
         of_hosts=False,
     ),
+    "ask_for_items": Scene(
+        """
+def ask_for_items(group, rows, ranks):
+    async def read(most):
+        found = []
+        async for item in group.ask_items.options(maxsize=1 + most % 3).stream(rows, 5):
+            found.append(show(item))
+            if len(found) == most: break
+        return found
+    async def main(): return await asyncio.gather(*[read(most) for most in range(1, 12)])
+    found = asyncio.run(main()) + [[show(item) for item in group.ask_items.stream(rows, n)] for n in (0, len(ranks))]
+    return [len(some) for some in found], sorted({item for some in found for item in some})
+""",
+        lambda group, rows, ranks: (
+            [1, 2, 3, 4, *[5] * 7, 0, len(ranks)],
+            [show(group.call("bump_all", [rows])[0])],
+        ),
+        needs_values=True,
+    ),
+    "ask_again": Scene(
+        """
+def ask_again(group, rows, ranks):
+    async def main():
+        n = len(group.ask_rank.all().result())
+        again = group.ask_safely.options(retries=2)
+        asked = [asyncio.ensure_future(awaited(again(rows, 0.002 * (k % 4)))) for k in range(16)]
+        await asyncio.sleep(0.003)
+        try: await group.ask_end.options(replica=len(ranks) % n)()
+        except bm.WorkerDied: pass
+        found = await asyncio.gather(*asked, return_exceptions=n == 1)
+        return {show(one) for one in found if not isinstance(one, bm.WorkerDied)}
+    try: return len(asyncio.run(main())) <= 1
+    finally: group.restart()
+""",
+        restarted,
+        is_trouble=True,
+        is_quiet=True,
+        needs_values=True,
+        needs_processes=True,
+    ),
+    "ask_versions": Scene(
+        """
+def ask_versions(group, rows, ranks):
+    async def main():
+        n = len(group.ask_rank.all().result())
+        await asyncio.gather(*[group.ask_version.options(replica=k)(version=0) for k in range(n)])
+        newer = [asyncio.ensure_future(awaited(group.ask_version.options(min_version=1)())) for _ in range(6)]
+        others = await asyncio.gather(*[awaited(group.ask(rows)) for _ in range(3)])
+        was_early = any([one.done() for one in newer])
+        chosen = await group.ask_version.options(replica=len(ranks) % n)(version=1)
+        return was_early, {await one for one in newer} == {chosen}, len(set(map(show, others)))
+    return asyncio.run(main())
+""",
+        lambda group, rows, ranks: (False, True, 1),
+        needs_values=True,
+    ),
     "ask_the_dead": Scene(
         """
 def ask_the_dead(group, rows, ranks):

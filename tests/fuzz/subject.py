@@ -14,6 +14,7 @@ PROTOCOLS = {
     "CELLS": 'bm.TransferProtocol(bm.Split("dp", "tp"), bm.Concat("dp", "tp"))',
     "EVEN": 'bm.TransferProtocol(bm.Split("dp", balance="a"), bm.Gather("dp"))',
     "ASKED": "'REQUEST', concurrency=4",
+    "ASKED_AGAIN": "'REQUEST', concurrency=4, is_idempotent=True",
     "BALANCED": 'bm.TransferProtocol(bm.Split("dp", balance="a"), bm.Concat("dp"))',
 }
 
@@ -184,6 +185,21 @@ METHODS = {
         "async def ask(self, value, seconds=0.0):\n    await __import__('asyncio').sleep(seconds)\n"
         "    return bump(value)",
     ),
+    "ask_items": (
+        "ASKED",
+        "async def ask_items(self, value, n):\n    value = bump(value)\n"
+        "    for _ in range(n):\n        await __import__('asyncio').sleep(0)\n        yield value",
+    ),
+    "ask_safely": (
+        "ASKED_AGAIN",
+        "async def ask_safely(self, value, seconds=0.0):\n    await __import__('asyncio').sleep(seconds)\n"
+        "    return bump(value)",
+    ),
+    "ask_version": (
+        "ASKED",
+        "async def ask_version(self, version=None):\n"
+        "    if version is not None: __import__('bandmaster').report(self, version=version)\n    return self.rank",
+    ),
     "ask_rank": ("ASKED", "async def ask_rank(self): return self.rank"),
     "ask_end": ("ASKED", "async def ask_end(self): __import__('os')._exit(3)"),
     "on_replace": ("", "def on_replace(self, rank, state): ..."),
@@ -207,6 +223,9 @@ NOT_DRAWN = {
 }
 NOT_DRAWN |= {
     "ask",
+    "ask_items",
+    "ask_safely",
+    "ask_version",
     "ask_rank",
     "ask_end",
     "unlike",
