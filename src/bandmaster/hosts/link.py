@@ -15,6 +15,7 @@ would take three times as long as sending them. With encryption, all is authenti
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import hmac
@@ -27,18 +28,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from bandmaster.codec import Payload
-from bandmaster.hosts.handshake import HANDSHAKE_TIMEOUT_S, Keys, Secret, greet
+from bandmaster.hosts.handshake import HANDSHAKE_TIMEOUT_S, Keys, Refused, Secret, greet
 from bandmaster.wire.messages import Closed
 from bandmaster.wire.poller import HAS_ROOM, Poller
 
 # Purposes of links: of the controller, for rows, of another agent, of a worker that was given a group.
 FOR_MESSAGES, FOR_ROWS, FOR_RELAY, FOR_CALLERS = 1, 2, 3, 4
+N_ATTEMPTS = 3  # to connect
 MAC_NBYTES = 16
 DIGEST_NBYTES = 32
 MAX_HEAD_NBYTES = 1 << 30
@@ -329,7 +332,7 @@ def _views(payloads: Iterable[Payload]) -> list[memoryview]:
 def connect(
     address: Address, secret: Secret, purpose: int, place: Allocate = in_memory, timeout_s: float = 0.0
 ) -> Link:
-    """Connect to an agent.
+    """Connect to an agent. This is tried again: a flood of connections may have the agent close some.
 
     Args:
         address: Where it listens.
@@ -342,6 +345,14 @@ def connect(
         Refused: It does not know the secret.
         OSError: It cannot be reached.
     """
+    attempt = partial(_connected, address, secret, purpose, place, timeout_s)
+    for _ in range(N_ATTEMPTS - 1):
+        with contextlib.suppress(Refused, ConnectionError):
+            return attempt()
+    return attempt()
+
+
+def _connected(address: Address, secret: Secret, purpose: int, place: Allocate, timeout_s: float) -> Link:
     sock = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
     try:
         return Link(*greet(sock, secret, purpose), place, timeout_s)

@@ -35,7 +35,6 @@ from bandmaster.plan.batch import required_batch
 from bandmaster.platform.limits import start_thread
 from bandmaster.wire.messages import Closed
 
-N_ATTEMPTS = 3  # to connect
 PATIENCE_S = 10.0  # with a host that sends or takes nothing
 IDLE_S = 3.0  # after which a connection is closed by which rows were fetched
 MAX_AT_ONCE = 4  # fetches from one host, which has a thread for each of their connections
@@ -167,14 +166,10 @@ class _Fetchers:
             wanted.future.set_exception(error)
 
     def _connected(self, fetch: Fetch) -> Link:
-        """A new connection. It is tried again: a flood of connections to that host may have it closed."""
-        for left in range(N_ATTEMPTS - 1, -1, -1):
-            try:
-                return connect(self._address, self._secret, FOR_ROWS, timeout_s=PATIENCE_S)
-            except (OSError, Refused) as error:
-                if not left:
-                    raise _unreachable(fetch, error) from None
-        raise AssertionError("the last attempt returns or raises")
+        try:
+            return connect(self._address, self._secret, FOR_ROWS, timeout_s=PATIENCE_S)
+        except (OSError, Refused) as error:
+            raise _unreachable(fetch, error) from None
 
 
 class RowLinks:
