@@ -247,11 +247,11 @@ class ResourcePool:
         found, rank = [], 0
         for part in self._parts:
             ranks = range(rank, rank := rank + len(part.indices))
-            found.append(PlannedNode(nodes[part.lease][part.lease.entry(part.node)], ranks, len(part.indices)))
+            found.append(PlannedNode(nodes[part.lease][part.lease.entries[part.node]], ranks, len(part.indices)))
         spares = [
             PlannedNode(nodes[lease][entry], range(0), lease.request.workers[entry])
             for lease in self._owned
-            for entry in lease.spares()
+            for entry in lease.spares
         ]
         is_reserved = all(lease.is_reserved for lease in nodes)
         return PoolPlan(self._described(), is_reserved, tuple(found), tuple(spares), self._lease.request)
@@ -356,7 +356,7 @@ class ResourcePool:
         for node_rank, part in enumerate(self._parts):
             for local_rank, index in enumerate(part.indices):
                 share = 1 / part.lease.max_colocate_count
-                entry = part.lease.entry(part.node)
+                entry = part.lease.entries[part.node]
                 yield Slot(part.lease.reservation, entry, index, node_rank, local_rank, len(part.indices), share)
 
     def __reduce__(self) -> NoReturn:
@@ -374,6 +374,6 @@ class ResourcePool:
 
     def _repr_html_(self) -> str:
         slots = [(rank, s.node_rank, s.local_rank) for rank, s in enumerate(self._slots())]
-        places = [part.lease.names((part.node, index)) for part in self._parts for index in part.indices]
-        rows = [[*slot, ", ".join(names) or "-"] for slot, names in zip(slots, places, strict=True)]
+        groups = [lease.holders.get((node, index), {}).values() for lease, node, index in self._places]
+        rows = [[*slot, ", ".join(names) or "-"] for slot, names in zip(slots, groups, strict=True)]
         return html_table(repr(self), ["rank", "node", "local rank", "groups"], rows)

@@ -108,7 +108,7 @@ class RayResourcePool(ResourcePool):
             return self._whole.pgs
         if any(part.lease.reservation is None for part in self._parts):
             return None
-        return [part.lease.reservation.groups[part.lease.entry(part.node)] for part in self._parts]
+        return [part.lease.reservation.groups[part.lease.entries[part.node]] for part in self._parts]
 
     @pgs.setter
     def pgs(self, groups: Sequence[Any]) -> None:
