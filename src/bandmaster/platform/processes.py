@@ -37,21 +37,14 @@ class Ended:
 
     def in_words(self) -> str:
         """Exit code or signal name; after SIGKILL also peak memory, memory limit and out-of-memory kills."""
-        text = status_in_words(self.status)
-        if os.waitstatus_to_exitcode(self.status) != -signal.SIGKILL:
+        code = os.waitstatus_to_exitcode(self.status)
+        if code >= 0:
+            return f"exit code {code}"
+        names = {known.value: known.name for known in signal.Signals}  # most real-time signals have none
+        text = f"killed by {names.get(-code, f'signal {-code}')}"
+        if -code != signal.SIGKILL:
             return text
         return f"{text}; its peak memory was {self.peak_nbytes / GiB:.1f} GiB of {_limit()}{self.out_of_memory}"
-
-
-def status_in_words(status: int) -> str:
-    """Exit code or signal name of a wait status as `os.wait4` returns it."""
-    code = os.waitstatus_to_exitcode(status)
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:  # most real-time signals have no name
-        return f"killed by signal {-code}"
 
 
 class MemoryPressure:
@@ -74,12 +67,10 @@ def memory_file(content: bytes) -> Iterator[IO[bytes]]:
     The file is closed in this process when the block is left.
     """
     with SigintSafeLock():  # so that Ctrl-C cannot leak the descriptor
-        made = open(os.memfd_create("bandmaster-spawn", os.MFD_CLOEXEC), "w+b", buffering=0)  # noqa: SIM115
+        made = open(os.memfd_create("bandmaster-spawn", os.MFD_CLOEXEC), "w+b")  # noqa: SIM115
     with made as file:
-        view = memoryview(content)
-        while view:
-            view = view[file.write(view) :]
-        file.seek(0)
+        file.write(content)
+        file.seek(0)  # writes out first
         yield file
 
 
