@@ -176,16 +176,6 @@ class InProcessWorkers:
         self._check_idle()
         overtakes = requests[0].method == MORE_ITEMS  # also a call that waits, which holds the lock
         with contextlib.nullcontext() if overtakes else self._running:
-            if rank in self.deaths:
-                take(dead := [InProcessTicket(self.deaths[rank]) for _ in requests])
-                for ticket in dead:
-                    ticket.is_dropped = True
-                    ticket.tell()
-                with self._news:
-                    self._news.notify_all()
-                return
-            if rank not in self._tasks:
-                self._tasks[rank] = RequestTasks(self._executors[rank], partial(self._ended, rank))
             numbered = [
                 ReceivedRequest(next(self._numbers), one.method, one.reply, *_read(one), one.is_timed)
                 for one in requests
@@ -193,6 +183,13 @@ class InProcessWorkers:
             tickets = {request.number: InProcessTicket(None, is_done=False) for request in numbered}
             take(list(tickets.values()))
             self._open[rank].update(tickets)
+            if rank in self.deaths:
+                for number, ticket in tickets.items():
+                    ticket.is_dropped = True
+                    self._end(rank, number, self.deaths[rank])
+                return
+            if rank not in self._tasks:
+                self._tasks[rank] = RequestTasks(self._executors[rank], partial(self._ended, rank))
             self._tasks[rank].start(numbered)
 
     def _ended(
@@ -212,7 +209,8 @@ class InProcessWorkers:
         if ticket is not None:
             ticket.times = None if times is None else (times, time.monotonic_ns())
             ticket.outcome, ticket.is_done = outcome, True
-            ticket.tell()
+            if ticket.on_done is not None:
+                ticket.on_done()
             with self._news:  # behind that, as threads wait for what it sets
                 self._news.notify_all()
 
@@ -312,11 +310,6 @@ class InProcessTicket(contract.Ticket):
     def __init__(self, outcome: Payload | Kept | Failure | None, is_done: bool = True) -> None:
         super().__init__()
         self.outcome, self.is_done, self.is_dropped = outcome, is_done, False
-
-    def tell(self) -> None:
-        """Call `on_done`, if it is set."""
-        if self.on_done is not None:
-            self.on_done()
 
 
 def _worker_of(executor: Executor) -> Worker | None:

@@ -186,18 +186,13 @@ class HostRanks:
         """A call with the rows that it takes, which have these names."""
         rows, present = {}, {}
         for label, name in names:
-            found = self._rows(name, message)
+            is_key = type(name) is tuple and type(name[0]) is int  # else it is a part
+            found = self._store.get(name) if is_key else (KeptCopy(message.unpack(name)), None)
             if found is not None:  # else the ranks here do not need them
                 rows[label], numbers = found
                 if numbers is not None:
                     present[label] = numbers
         return _QueuedCall(call._replace(present=present), rows)
-
-    def _rows(self, name: Any, message: Message) -> tuple[Kept | PendingFetch, Any] | None:
-        """The kept rows that a message names by their key or as a part, and the numbers of those that are present."""
-        if type(name) is tuple and type(name[0]) is int:
-            return self._store.get(name)
-        return KeptCopy(message.unpack(name)), None
 
     def advance(self) -> None:
         """Send the calls whose rows are here, in their order."""
