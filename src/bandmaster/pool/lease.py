@@ -93,7 +93,7 @@ class Lease:
                 self._set_entries()
 
     def take_over(self, reservation: Any) -> None:
-        """Use what was reserved elsewhere, and is released by whoever reserved it."""
+        """Use slots that were reserved elsewhere, of the same number and kind; whoever reserved them releases them."""
         with self._lock:
             self._end()
             self.reservation, self._release = reservation, None

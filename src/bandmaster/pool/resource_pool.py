@@ -141,11 +141,6 @@ class ResourcePool:
         pool._set_up(parts, name_prefix, ())
         return pool
 
-    def _take_over(self, reservation: Any) -> None:
-        """Use slots that were reserved elsewhere, of the same number and kind; whoever reserved them releases them."""
-        assert len(self._owned) == 1, "no slot of another pool is in use"
-        self._owned[0].take_over(reservation)
-
     @property
     def process_on_nodes(self) -> tuple[int, ...]:
         """Number of slots on each node."""
