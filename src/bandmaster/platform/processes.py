@@ -6,12 +6,10 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from bandmaster.platform.cgroups import Cgroups
 from bandmaster.platform.locks import SigintSafeLock
@@ -58,20 +56,6 @@ class MemoryPressure:
         before, self._seen = self._seen, dict(_out_of_memory_kills())
         places = [place for place, n in self._seen.items() if n > before.get(place, n)]
         return f"; the kernel's out-of-memory killer ended a process meanwhile ({', '.join(places)})" if places else ""
-
-
-@contextlib.contextmanager
-def memory_file(content: bytes) -> Iterator[IO[bytes]]:
-    """An anonymous file with this content, positioned at its start, for a process that receives its descriptor.
-
-    The file is closed in this process when the block is left.
-    """
-    with SigintSafeLock():  # so that Ctrl-C cannot leak the descriptor
-        made = open(os.memfd_create("bandmaster-spawn", os.MFD_CLOEXEC), "w+b")  # noqa: SIM115
-    with made as file:
-        file.write(content)
-        file.seek(0)  # writes out first
-        yield file
 
 
 def prctl(operation: int, argument: int) -> None:
@@ -162,8 +146,3 @@ def _limit() -> str:
     if limit is not None:
         return f"the {limit.most / GiB:.1f} GiB that its cgroup may use"
     return f"the {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GiB:.1f} GiB that this machine has"
-
-
-def host_identity() -> str:
-    """A text that is equal for all processes of one machine. Containers of one machine may share it."""
-    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
