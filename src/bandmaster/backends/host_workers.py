@@ -62,28 +62,14 @@ class HostShare:
     modules: Sequence[str] = ()
 
 
-class InheritedOutput:
-    """Workers that write to the standard output and error of this process, where the room `output` was removed."""
-
-    def add(self, rank: int) -> list[int]:
-        """Return the descriptors that a worker writes to, the third for its log records; the caller closes them."""
-        return [os.dup(1), os.dup(2)]
-
-    def last_errors(self, rank: int) -> str:
-        """Return the last lines that a worker that has ended wrote to standard error."""
-        return ""
-
-    def finish(self, timeout_s: float) -> None:
-        """Wait until all output of workers that have ended is written."""
-
-
-def _output_of(launch: Launch, shows: ShowOutput | None) -> InheritedOutput | WorkerOutput:
+def _output_of(launch: Launch, shows: ShowOutput | None) -> WorkerOutput | None:
+    """Return the receiver of the output of workers; None without the room `output`: they write to our streams."""
     try:
         from bandmaster.output.streams import WorkerOutput
     except ModuleNotFoundError:
         if launch.output is not None or launch.log_level is not None:
             raise
-        return InheritedOutput()
+        return None
     return WorkerOutput(launch, shows)
 
 
@@ -167,7 +153,8 @@ class HostWorkers(LaneClient):
             self._zygote.end(processes, 0.0)
             raise
         self._zygote.release(self)
-        self._output.finish(timeout_s=2.0)
+        if self._output is not None:
+            self._output.finish(timeout_s=2.0)
         self._is_ended = True
 
     def _start_process(self, rank: int, began: float) -> None:
@@ -190,8 +177,9 @@ class HostWorkers(LaneClient):
                     mine, theirs = lane_pair()
                     if_it_fails.enter_context(mine)
                     close_here.enter_context(theirs)
-                    descriptors = [theirs.fileno(), *self._output.add(rank)]
-                    for fd in descriptors[1:]:
+                    output = [os.dup(1), os.dup(2)] if self._output is None else self._output.add(rank)
+                    descriptors = [theirs.fileno(), *output]
+                    for fd in output:
                         close_here.callback(os.close, fd)
                     if rank == 0:
                         listening = close_here.enter_context(listening_socket(self._place.address))
@@ -240,7 +228,7 @@ class HostWorkers(LaneClient):
 
     def _how_it_died(self, rank: int) -> Failure:
         ended = self._zygote.how_it_ended(self.processes[rank])
-        return self._death(rank, ended, self._output.last_errors(rank))
+        return self._death(rank, ended, "" if self._output is None else self._output.last_errors(rank))
 
     def _death(self, rank: int, why: str, last_errors: str = "") -> Failure:
         return Failure.of_death(why, last_errors, socket.gethostname(), self.processes[rank], self._device(rank))

@@ -36,7 +36,7 @@ from bandmaster.errors import UsageError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.locks import SigintSafeLock, check_not_held, run_if_free
 from bandmaster.wire.segment_reader import RowReader, RowReaders
-from bandmaster.worker import Report, Worker
+from bandmaster.worker import Worker
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.request_tasks import ReceivedRequest, RequestTasks
 
@@ -119,7 +119,9 @@ class InProcessWorkers:
         self.arrivals: int | None = None
         self._is_stopped = False
         self._running = threading.RLock()  # held while a method or a constructor runs
-        self._requests: dict[int, InProcessRequests] = {}  # by rank, once there was one
+        self._tasks: dict[int, RequestTasks] = {}  # by rank, once there was a request
+        self._open: dict[int, dict[int, InProcessTicket]] = {rank: {} for rank in here}  # requests, by number
+        self._numbers = itertools.count()
         self._news = threading.Condition()  # notified when a request has ended
 
     def _executor(self, rank: int) -> Executor:
@@ -158,13 +160,10 @@ class InProcessWorkers:
     def _run(self, rank: int, call: WorkerCall) -> InProcessTicket:
         parts, rows = _read(call)
         executor = self._executors[rank]
-        if (requests := self._requests.get(rank)) is not None:
-            requests.wait_until_idle()
+        with self._news:
+            self._news.wait_for(lambda: not self._open[rank])
         outcome = executor.call(call.method, call.reply, parts, rows, call.is_timed)
-        if executor.reports != self.reports.get(rank, {}):
-            self.reports.take(rank, executor.reports)
-            with self._news:
-                self._news.notify_all()
+        self._take_reports(rank)
         ticket = InProcessTicket(_received(outcome))
         if executor.times is not None:
             ticket.times = executor.times, time.monotonic_ns()
@@ -175,21 +174,53 @@ class InProcessWorkers:
     ) -> None:
         """Run requests on the event loop of a rank; see `contract.Workers.request`."""
         self._check_idle()
-        with (
-            contextlib.nullcontext() if requests[0].method == MORE_ITEMS else self._running
-        ):  # which a call that waits holds
+        overtakes = requests[0].method == MORE_ITEMS  # also a call that waits, which holds the lock
+        with contextlib.nullcontext() if overtakes else self._running:
+            numbered = [
+                ReceivedRequest(next(self._numbers), one.method, one.reply, *_read(one), one.is_timed)
+                for one in requests
+            ]
+            tickets = {request.number: InProcessTicket(None, is_done=False) for request in numbered}
+            take(list(tickets.values()))
+            self._open[rank].update(tickets)
             if rank in self.deaths:
-                take(dead := [InProcessTicket(self.deaths[rank]) for _ in requests])
-                for ticket in dead:
+                for number, ticket in tickets.items():
                     ticket.is_dropped = True
-                    ticket.tell()
-                with self._news:
-                    self._news.notify_all()
+                    self._end(rank, number, self.deaths[rank])
                 return
-            if rank not in self._requests:
-                take_reports = partial(self.reports.take, rank)
-                self._requests[rank] = InProcessRequests(self._executors[rank], self._news, take_reports)
-            self._requests[rank].start(requests, take)
+            if rank not in self._tasks:
+                self._tasks[rank] = RequestTasks(self._executors[rank], partial(self._ended, rank))
+            self._tasks[rank].start(numbered)
+
+    def _ended(
+        self, rank: int, request: ReceivedRequest, outcome: Payload | Rows | Failure | None, times: bytes | None
+    ) -> None:
+        """Take the outcome of a request, on the event loop."""
+        if (tasks := self._tasks.get(rank)) is not None:
+            tasks.count(1)
+            self._take_reports(rank)
+        self._end(rank, request.number, _received(outcome), times)
+
+    def _end(
+        self, rank: int, number: int, outcome: Payload | Kept | Failure | None, times: bytes | None = None
+    ) -> None:
+        """End a request, unless it was ended with its worker."""
+        ticket = self._open[rank].pop(number, None)
+        if ticket is not None:
+            ticket.times = None if times is None else (times, time.monotonic_ns())
+            ticket.outcome, ticket.is_done = outcome, True
+            if ticket.on_done is not None:
+                ticket.on_done()
+            with self._news:  # behind that, as threads wait for what it sets
+                self._news.notify_all()
+
+    def _take_reports(self, rank: int) -> None:
+        """Take what a worker has reported, if that has changed."""
+        reports = self._executors[rank].reports
+        if reports != self.reports.get(rank, {}):
+            self.reports.take(rank, reports)
+            with self._news:
+                self._news.notify_all()
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
         """Wait for requests: a call has run by the time it is sent."""
@@ -210,8 +241,8 @@ class InProcessWorkers:
             self._discard(tickets, kill_because)
             return
         for rank, ticket in tickets.items():
-            if not ticket.is_done and rank in self._requests:
-                self._requests[rank].cancel(ticket)
+            if not ticket.is_done and (tasks := self._tasks.get(rank)) is not None:
+                tasks.cancel([number for number, one in list(self._open[rank].items()) if one is ticket])
 
     def resume(self, tickets: Mapping[int, Any]) -> None:
         """Do nothing: the ranks run their parts of a call one after the other."""
@@ -259,8 +290,9 @@ class InProcessWorkers:
 
     def _close_the_dead(self) -> None:
         for rank, why in list(self.deaths.items()):
-            if (requests := self._requests.pop(rank, None)) is not None:
-                requests.fail(why)
+            self._tasks.pop(rank, None)
+            for number in list(self._open[rank]):
+                self._end(rank, number, why)
             self._executors[rank].close()
 
 
@@ -278,75 +310,6 @@ class InProcessTicket(contract.Ticket):
     def __init__(self, outcome: Payload | Kept | Failure | None, is_done: bool = True) -> None:
         super().__init__()
         self.outcome, self.is_done, self.is_dropped = outcome, is_done, False
-
-    def tell(self) -> None:
-        """Call `on_done`, if it is set."""
-        if self.on_done is not None:
-            self.on_done()
-
-
-class InProcessRequests:
-    """The requests of one rank, which run beside each other on its event loop.
-
-    Args:
-        executor: Has the worker.
-        news: Notified when a request has ended.
-        take_reports: Called with what the worker has reported.
-    """
-
-    def __init__(
-        self,
-        executor: Executor,
-        news: threading.Condition,
-        take_reports: Callable[[Mapping[str, Report]], object],
-    ) -> None:
-        self._tasks = RequestTasks(executor, self._ended)
-        self._executor, self._take_reports = executor, take_reports
-        self._reported: Mapping[str, Report] = {}
-        self._news = news
-        self._numbers = itertools.count()
-        self._open: dict[int, InProcessTicket] = {}
-
-    def start(self, requests: Sequence[WorkerCall], take: Callable[[Sequence[contract.Ticket]], object]) -> None:
-        """Run requests. ``take`` gets their tickets first."""
-        numbered = [
-            ReceivedRequest(next(self._numbers), one.method, one.reply, *_read(one), one.is_timed) for one in requests
-        ]
-        tickets = {request.number: InProcessTicket(None, is_done=False) for request in numbered}
-        take(list(tickets.values()))
-        self._open.update(tickets)
-        self._tasks.start(numbered)
-
-    def cancel(self, ticket: InProcessTicket) -> None:
-        """Cancel a request."""
-        self._tasks.cancel([number for number, other in list(self._open.items()) if other is ticket])
-
-    def wait_until_idle(self) -> None:
-        """Wait until no request runs."""
-        with self._news:
-            self._news.wait_for(lambda: not self._open)
-
-    def fail(self, why: Failure) -> None:
-        """End all requests, as the worker is discarded."""
-        for number in list(self._open):
-            self._end(number, why)
-
-    def _ended(self, request: ReceivedRequest, outcome: Payload | Rows | Failure | None, times: bytes | None) -> None:
-        self._tasks.count(1)
-        if (reports := self._executor.reports) != self._reported:
-            self._reported = reports
-            self._take_reports(reports)
-        self._end(request.number, _received(outcome), times)
-
-    def _end(self, number: int, outcome: Payload | Kept | Failure | None, times: bytes | None = None) -> None:
-        ticket = self._open.pop(number, None)
-        if ticket is None:
-            return
-        ticket.times = None if times is None else (times, time.monotonic_ns())
-        ticket.outcome, ticket.is_done = outcome, True
-        ticket.tell()
-        with self._news:  # behind that, as threads wait for what it sets
-            self._news.notify_all()
 
 
 def _worker_of(executor: Executor) -> Worker | None:

@@ -43,7 +43,7 @@ from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.math_threads import THREAD_VARIABLES
 from bandmaster.platform.proc import running_children_of
-from bandmaster.platform.processes import Ended, end_descendants, memory_file
+from bandmaster.platform.processes import Ended, end_descendants
 
 ANSWER_S = 10.0  # for an answer that the zygote can give at once: its silence costs all its workers
 STATUS_S = 1.0  # time for a worker to exit after it closed its lane
@@ -146,7 +146,11 @@ class Zygote:
             NoAnswer: The worker was not forked in time. If it is forked later, it finds its lane closed and exits.
             PlacementError: The machine cannot start another process, or the zygote has ended or does not answer.
         """
-        with memory_file(pickle.dumps(spawn)) as file:  # an environment can be larger than a message
+        with SigintSafeLock():  # so that Ctrl-C cannot leak the descriptor
+            made = open(os.memfd_create("bandmaster-spawn", os.MFD_CLOEXEC), "w+b")  # noqa: SIM115
+        with made as file:  # an environment can be larger than a message
+            pickle.dump(spawn, file)
+            file.seek(0)  # writes out first
             answer = self._ask(None, 0.0, timeout_s, [*descriptors, file.fileno()])
         if isinstance(answer, str):
             raise PlacementError(f"cannot start a worker process: {answer}")

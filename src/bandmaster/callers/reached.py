@@ -14,7 +14,6 @@ import os
 import pickle
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from socket import gethostname
 from typing import Any, NamedTuple, NoReturn
@@ -24,9 +23,8 @@ from bandmaster.contract import CLOSED, Kept, Ticket, WorkerCall, WorkerRecord
 from bandmaster.errors import ClosedError, ResourceError, UsageError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.handshake import Refused, Secret
-from bandmaster.hosts.link import FOR_CALLERS, Address, FrameKind, Link, connect
+from bandmaster.hosts.link import FOR_CALLERS, Address, FrameKind, connect
 from bandmaster.hosts.links import Agent, AgentLinks
-from bandmaster.hosts.rows import N_ATTEMPTS
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.settings import agents_door
@@ -331,7 +329,8 @@ class FarRanks(AgentWorkers):
         agent = links.agents.get(place.address)
         if agent is None:
             assert place.secret is not None, "the door has told it"
-            agent = Agent(_connected(place.address, place.secret), place.address, place.host, place.address, 0)
+            link = connect(place.address, place.secret, FOR_CALLERS)
+            agent = Agent(link, place.address, place.host, place.address, 0)
             links.serve(agent)
         known = agent.groups.get(place.group)
         return known if isinstance(known, cls) else cls(place, links, agent, owner, n_ranks)
@@ -360,14 +359,6 @@ class FarRanks(AgentWorkers):
 def closed(why: str) -> Failure:
     """The failure of calls of a group that was closed."""
     return Failure(FailureKind.RELAYED, why, exception=ClosedError(why))
-
-
-def _connected(address: Address, secret: Secret) -> Link:
-    """A link to an agent. It is tried again: a flood of connections may have the agent close it."""
-    for _ in range(N_ATTEMPTS - 1):
-        with suppress(Refused, ConnectionError):
-            return connect(address, secret, FOR_CALLERS)
-    return connect(address, secret, FOR_CALLERS)
 
 
 def _placed(call: WorkerCall, put: Callable[[Sequence[Any]], Sequence[Any]]) -> WorkerCall:

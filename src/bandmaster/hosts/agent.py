@@ -139,17 +139,15 @@ class AgentServer:
                 self._strangers.pop(sock, None)
         if purpose == FOR_ROWS:
             serve_rows(Link(trusted, keys, timeout_s=PATIENCE_S), self._store)
-        elif purpose == FOR_MESSAGES and not self._first.done():
-            self._first.set_result(Link(trusted, keys, self._place))
-        elif purpose == FOR_RELAY:
+            return
+        link = Link(trusted, keys, self._place)
+        if purpose == FOR_MESSAGES and not self._first.done():
+            self._first.set_result(link)
+        elif purpose in (FOR_RELAY, FOR_CALLERS):
             with self._lock:
-                self._serve(Link(trusted, keys, self._place))
-        elif purpose == FOR_CALLERS:
-            with self._lock:
-                caller = Link(trusted, keys, self._place)
-                caller.serve(self._poller, partial(self._take_called, caller), partial(self._end, caller))
+                self._serve(link, self._take if purpose == FOR_RELAY else self._take_called)
         else:
-            trusted.close()
+            link.close()
 
     # --- serving ---
 
@@ -164,7 +162,7 @@ class AgentServer:
             return
         self._controller = self._first.result()
         with contextlib.suppress(Closed), self._lock:
-            self._serve(self._controller)
+            self._serve(self._controller, self._take)
             while True:
                 every = *self._groups.values(), *self._called.values()
                 dues = [due for ranks in every if (due := ranks.due_s) is not None]
@@ -176,9 +174,9 @@ class AgentServer:
 
     # --- the lock is held ---
 
-    def _serve(self, other: Link) -> None:
+    def _serve(self, other: Link, take: Callable[[Link, Message], object]) -> None:
         """Serve a link from here on."""
-        other.serve(self._poller, partial(self._take, other), partial(self._end, other))
+        other.serve(self._poller, partial(take, other), partial(self._end, other))
 
     def _end(self, other: Link, why: str) -> None:
         """A link has ended. Without the controller there is nothing left to do."""
@@ -215,7 +213,6 @@ class AgentServer:
 
     def _take(self, other: Link, message: Message) -> None:
         kind, content, large = message
-        ranks = self._groups.get(content[0]) if kind in _OF_GROUPS else None
         if kind == FrameKind.FORWARD:
             below = self._below.get(content[0])
             if below is not None:  # else the controller has been told that it is gone, or will be
@@ -229,7 +226,7 @@ class AgentServer:
             self.take_relayed(message)
         elif kind == FrameKind.ASK:
             start_thread("bandmaster-agent-ask", self._answer, *content)
-        elif ranks is None:
+        elif (ranks := self._groups.get(content[0])) is None:
             return  # the group was stopped
         elif kind == FrameKind.CALLS:
             self._call(other, ranks, message)
@@ -331,7 +328,7 @@ class AgentServer:
         with self._lock:
             self._below.update(made)
             for below in made.values():
-                self._serve(below)
+                self._serve(below, self._take)
             ranks = self._groups[name]
             ranks.below, ranks.n_below = [self._below[address] for address in addresses], n_ranks
 
@@ -372,6 +369,3 @@ class AgentServer:
         ranks = self._groups[name]
         ranks.workers.replace(rank)
         return ranks.workers.records[ranks.ranks.index(rank)], ranks.workers.rendezvous
-
-
-_OF_GROUPS = (FrameKind.CALLS, FrameKind.REPLIES, FrameKind.INTERRUPT, FrameKind.RESUME)

@@ -15,29 +15,33 @@ would take three times as long as sending them. With encryption, all is authenti
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import hmac
+import itertools
 import pickle
 import socket
 import ssl
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from bandmaster.codec import Payload
-from bandmaster.hosts.handshake import HANDSHAKE_TIMEOUT_S, Keys, Secret, greet
+from bandmaster.hosts.handshake import HANDSHAKE_TIMEOUT_S, Keys, Refused, Secret, greet
 from bandmaster.wire.messages import Closed
 from bandmaster.wire.poller import HAS_ROOM, Poller
 
 # Purposes of links: of the controller, for rows, of another agent, of a worker that was given a group.
 FOR_MESSAGES, FOR_ROWS, FOR_RELAY, FOR_CALLERS = 1, 2, 3, 4
+N_ATTEMPTS = 3  # to connect
 MAC_NBYTES = 16
 DIGEST_NBYTES = 32
 MAX_HEAD_NBYTES = 1 << 30
@@ -103,9 +107,6 @@ def in_memory(kind: int, content: tuple[Any, ...], sizes: Sequence[int]) -> Payl
     return Payload(head, tuple(buffers))
 
 
-_EMPTY = Message(0, (), _NOTHING)
-
-
 class Link:
     """One end of a link. Not thread-safe: its owner holds a lock.
 
@@ -135,15 +136,10 @@ class Link:
         self.place = place
         self._mac_out = hashlib.blake2b(key=keys.sends, digest_size=MAC_NBYTES)
         self._mac_in = hashlib.blake2b(key=keys.receives, digest_size=MAC_NBYTES)
-        self._n_sent = self._n_received = 0
+        self._n_sent = 0
         self._out: deque[memoryview] = deque()
         self._is_held_up = False  # the other end did not take all at once
-        self._start = bytearray(_START_NBYTES)
-        self._rest = bytearray()  # of a frame whose start is there, up to its chunks
-        self._message = _EMPTY  # the message whose chunks are being received
-        self._open: deque[memoryview] = deque()  # the memory that is to be filled
-        self._step: Callable[[], Message | None]  # what is done once it is full
-        self._next([memoryview(self._start)], self._read_start)
+        self._arriving = self._messages()
         self.heard_at = time.monotonic()
         self.received_nbytes = 0
         self._poller: Poller
@@ -155,8 +151,9 @@ class Link:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end, and let go of the memory of a message that has not come to its end."""
         self._socket.close()
+        self._arriving = iter(())
 
     # --- with a poller, whose lock is held ---
 
@@ -271,71 +268,53 @@ class Link:
         Raises:
             Closed: The other end is gone, or the frame is not authentic.
         """
-        while self._fill():
-            message = self._step()
-            if message is not None:
-                return message
-        return None
+        return next(self._arriving)
 
-    def _fill(self) -> bool:
-        """Fill the memory that is open; False if not all is there."""
-        while self._open:
+    def _messages(self) -> Iterator[Message | None]:
+        """Every message that arrives, in order, and None as often as the rest of one is not there yet."""
+        for number in itertools.count():
+            yield (yield from self._message(number))  # and keep nothing of it: the memory is the receiver's
+
+    def _message(self, number: int) -> Generator[None, None, Message]:
+        """The message in the frame with this number; yields as often as not all is there yet."""
+        start = bytearray(_START_NBYTES)
+        yield from self._fill(start)
+        n_head, n_chunks = _START.unpack_from(start)
+        if n_head > MAX_HEAD_NBYTES or n_chunks > MAX_CHUNKS:
+            raise Closed("invalid frame header")
+        n_described = 8 * n_chunks + DIGEST_NBYTES if n_chunks else 0  # bytes of the sizes and the digest of chunks
+        rest = bytearray(n_described + n_head)
+        yield from self._fill(rest)
+        mac = self._mac_in.copy()
+        mac.update(_NUMBER.pack(number) + start[: _START.size] + rest)
+        if not hmac.compare_digest(mac.digest(), start[_START.size :]):
+            raise Closed(_NOT_AUTHENTIC)
+        kind, counts, *content = pickle.loads(memoryview(rest)[n_described:])
+        sizes = iter(struct.unpack_from(f"<{n_chunks}Q", rest))
+        large = {key: self.place(kind, tuple(content), tuple(itertools.islice(sizes, n))) for key, n in counts}
+        for view in _views(large.values()):
+            yield from self._fill(view)
+        digest = rest[n_described - DIGEST_NBYTES : n_described]
+        if large and not hmac.compare_digest(self._digest(large.values()), digest):
+            raise Closed(_NOT_AUTHENTIC)
+        return Message(kind, tuple(content), large)
+
+    def _fill(self, memory: bytearray | memoryview) -> Iterator[None]:
+        """Fill memory with what arrives; yields as often as not all is there yet."""
+        left = memoryview(memory)
+        while left:
             try:
-                n = self._socket.recv_into(self._open[0])
+                n = self._socket.recv_into(left)
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                return False
+                yield
+                continue
             except OSError as error:
                 raise Closed(_why(error)) from error
             if not n:
                 raise Closed("the peer closed the connection")
             self.heard_at = time.monotonic()
             self.received_nbytes += n
-            if self._open[0].nbytes == n:
-                self._open.popleft()
-            else:
-                self._open[0] = self._open[0][n:]
-        return True
-
-    def _read_start(self) -> None:
-        """Open the memory of the part of a frame before its chunks."""
-        n_head, n_chunks = _START.unpack_from(self._start)
-        if n_head > MAX_HEAD_NBYTES or n_chunks > MAX_CHUNKS:
-            raise Closed("invalid frame header")
-        self._rest = bytearray(_described_nbytes(n_chunks) + n_head)
-        self._next([memoryview(self._rest)], self._read_rest)
-
-    def _read_rest(self) -> None:
-        """Authenticate a frame up to its chunks, and open the memory of these."""
-        _, n_chunks = _START.unpack_from(self._start)
-        mac = self._mac_in.copy()
-        mac.update(_NUMBER.pack(self._n_received) + self._start[: _START.size] + self._rest)
-        if not hmac.compare_digest(mac.digest(), self._start[_START.size :]):
-            raise Closed(_NOT_AUTHENTIC)
-        self._n_received += 1
-        sizes = struct.unpack_from(f"<{n_chunks}Q", self._rest)
-        kind, counts, *content = pickle.loads(memoryview(self._rest)[_described_nbytes(n_chunks) :])
-        large, at = {}, 0
-        for number, n in counts:
-            large[number] = self.place(kind, tuple(content), sizes[at : at + n])
-            at += n
-        self._message = Message(kind, tuple(content), large)
-        self._next(_views(large.values()), self._read_chunks)
-
-    def _read_chunks(self) -> Message:
-        """Authenticate the payloads of a message, and open the memory of the next frame; returns the message."""
-        message, self._message = self._message, _EMPTY
-        if message.large:
-            end = _described_nbytes(_START.unpack_from(self._start)[1])
-            if not hmac.compare_digest(self._digest(message.large.values()), self._rest[end - DIGEST_NBYTES : end]):
-                raise Closed(_NOT_AUTHENTIC)
-        self._rest = bytearray()
-        self._next([memoryview(self._start)], self._read_start)
-        return message
-
-    def _next(self, views: Sequence[memoryview], step: Callable[[], Message | None]) -> None:
-        """Have memory filled, and something done once it is full."""
-        self._open.extend(view for view in views if view.nbytes)
-        self._step = step
+            left = left[n:]
 
     def _digest(self, payloads: Iterable[Payload]) -> bytes:
         """The hash of the heads of payloads. Their sizes are authenticated beside it, so that they can be joined."""
@@ -350,15 +329,10 @@ def _views(payloads: Iterable[Payload]) -> list[memoryview]:
     return [memoryview(chunk).cast("B") for payload in payloads for chunk in (payload.head, *payload.buffers)]
 
 
-def _described_nbytes(n_chunks: int) -> int:
-    """Bytes of the sizes and the digest of chunks."""
-    return 8 * n_chunks + DIGEST_NBYTES if n_chunks else 0
-
-
 def connect(
     address: Address, secret: Secret, purpose: int, place: Allocate = in_memory, timeout_s: float = 0.0
 ) -> Link:
-    """Connect to an agent.
+    """Connect to an agent. This is tried again: a flood of connections may have the agent close some.
 
     Args:
         address: Where it listens.
@@ -371,6 +345,14 @@ def connect(
         Refused: It does not know the secret.
         OSError: It cannot be reached.
     """
+    attempt = partial(_connected, address, secret, purpose, place, timeout_s)
+    for _ in range(N_ATTEMPTS - 1):
+        with contextlib.suppress(Refused, ConnectionError):
+            return attempt()
+    return attempt()
+
+
+def _connected(address: Address, secret: Secret, purpose: int, place: Allocate, timeout_s: float) -> Link:
     sock = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
     try:
         return Link(*greet(sock, secret, purpose), place, timeout_s)

@@ -18,6 +18,7 @@ from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import FrameKind, Link, Message
 from bandmaster.hosts.rows import RowKey, RowLinks
+from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.settings import host_timeout_s
 from bandmaster.wire.client import Client, MessageTicket
@@ -183,13 +184,12 @@ class AgentLinks(Client):
             TimeoutError: They have not answered in time.
             Exception: That of the first that has failed; ClosedError if it is gone.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         for ticket in tickets:  # one by one: the failure of another one must not end the wait for this one
             while not ticket.is_done:
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
+                if deadline.left() == 0.0:
                     raise TimeoutError(f"an agent has not answered within {timeout_s:g} s")
-                self.wait([ticket], left)
+                self.wait([ticket], deadline.left())
         outcomes = [ticket.outcome for ticket in tickets]
         for outcome in outcomes:
             if isinstance(outcome, Failure):

@@ -61,40 +61,34 @@ class WorkersHere(Workers, Protocol):
         """
 
 
-class _Queued(NamedTuple):
-    """One call that waits for its rows.
+class _QueuedCall(NamedTuple):
+    """A call that waits for its rows.
 
     Attributes:
-        number: Number of the call.
         call: The call, whose parts are payloads.
         rows: The kept rows that it takes, by label, some of which may be on their way.
     """
 
-    number: int
     call: WorkerCall
     rows: Mapping[int, Kept | PendingFetch]
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether all rows are here, or lost."""
-        return all(rows.done() for rows in self.rows.values() if isinstance(rows, Future))
 
-
-class _QueuedRequests(NamedTuple):
-    """Requests for a rank, which wait for their rows, or are behind calls that do.
+class _Queued(NamedTuple):
+    """A call, or requests for one rank, which wait for their rows, or are behind calls that do.
 
     Attributes:
-        rank: The rank.
-        requests: The requests, by number.
+        calls: The call or the requests, by number.
+        are_requests: Whether these are requests.
     """
 
-    rank: int
-    requests: Mapping[int, _Queued]
+    calls: Mapping[int, _QueuedCall]
+    are_requests: bool = False
 
     @property
     def is_ready(self) -> bool:
         """Whether all rows that they take are here, or lost."""
-        return all(request.is_ready for request in self.requests.values())
+        rows = [rows for queued in self.calls.values() for rows in queued.rows.values()]
+        return all(one.done() for one in rows if isinstance(one, Future))
 
 
 class _Unsent:
@@ -146,7 +140,7 @@ class HostRanks:
         self.home: Link | None = None
         self.below: list[Link] = []
         self.n_below = 0
-        self._queue: deque[_Queued | _QueuedRequests] = deque()  # calls that wait for rows, and what is behind them
+        self._queue: deque[_Queued] = deque()  # calls that wait for rows, and what is behind them
         self._open: dict[int, dict[int, Any]] = {rank: {} for rank in ranks}  # tickets by rank and number
         self._n_missing: dict[int, int] = {}  # by number of the call: the replies that are still to come
         self._done: deque[tuple[int, int]] = deque()  # ranks that have replied, and numbers of the calls
@@ -172,9 +166,9 @@ class HostRanks:
                 requests = {}
                 for number, content, is_timed in read_content(memoryview(body)):
                     call, names = _read(content, message)
-                    requests[number] = self._queued(number, ranks, call._replace(is_timed=is_timed), names, message)
+                    requests[number] = self._queued(call._replace(ranks=ranks, is_timed=is_timed), names, message)
                 self._n_missing.update(dict.fromkeys(requests, 1))
-                self._queue.append(_QueuedRequests(ranks[0], requests))
+                self._queue.append(_Queued(requests, are_requests=True))
                 continue
             if flags & MessageKind.CALL:
                 call, names = _read(read_call(memoryview(body)), message)
@@ -182,51 +176,50 @@ class HostRanks:
                 method, reply, stream = read_small_call(memoryview(body))
                 call, names = WorkerCall((), method, (Payload(bytes(stream)),), Reply(reply)), ()
             is_timed, is_fenced = bool(flags & MessageKind.TIMED), bool(flags & MessageKind.FENCED)
-            call = call._replace(is_timed=is_timed, is_fenced=is_fenced)
-            queued = self._queued(number, self.ranks if ranks is None else ranks, call, names, message)
-            self._n_missing[number] = len(queued.call.ranks) + (self.n_below if is_passed_on else 0)
-            self._queue.append(queued)
+            mine = self.ranks if ranks is None else ranks
+            call = call._replace(ranks=mine, is_timed=is_timed, is_fenced=is_fenced)
+            self._n_missing[number] = len(mine) + (self.n_below if is_passed_on else 0)
+            self._queue.append(_Queued({number: self._queued(call, names, message)}))
         self.advance()
 
-    def _queued(
-        self, number: int, ranks: Sequence[int], call: WorkerCall, names: Sequence[tuple[int, Any]], message: Message
-    ) -> _Queued:
-        """A call for some ranks, with the rows that it takes, which have these names."""
+    def _queued(self, call: WorkerCall, names: Sequence[tuple[int, Any]], message: Message) -> _QueuedCall:
+        """A call with the rows that it takes, which have these names."""
         rows, present = {}, {}
         for label, name in names:
-            found = self._rows(name, message)
+            is_key = type(name) is tuple and type(name[0]) is int  # else it is a part
+            found = self._store.get(name) if is_key else (KeptCopy(message.unpack(name)), None)
             if found is not None:  # else the ranks here do not need them
                 rows[label], numbers = found
                 if numbers is not None:
                     present[label] = numbers
-        return _Queued(number, call._replace(ranks=ranks, present=present), rows)
-
-    def _rows(self, name: Any, message: Message) -> tuple[Kept | PendingFetch, Any] | None:
-        """The kept rows that a message names by their key or as a part, and the numbers of those that are present."""
-        if type(name) is tuple and type(name[0]) is int:
-            return self._store.get(name)
-        return KeptCopy(message.unpack(name)), None
+        return _QueuedCall(call._replace(present=present), rows)
 
     def advance(self) -> None:
         """Send the calls whose rows are here, in their order."""
         while self._queue and self._queue[0].is_ready:
-            queued = self._queue.popleft()
-            if isinstance(queued, _QueuedRequests):
-                self._request(*queued)
-                continue
-            sent: dict[int, Any] = {}
-            why: Failure | None = None
-            try:
-                self.workers.call([self._placed(queued)], sent)
-            except Exception as error:
-                why = _failure_of(error)
-            for rank, ticket in sent.items():
-                self._watch(rank, queued.number, ticket)
-            if why is not None:
-                self._fail(queued.number, [rank for rank in queued.call.ranks if rank not in sent], why)
+            calls, are_requests = self._queue.popleft()
+            if are_requests:
+                self._request(calls)
+            else:
+                for number, queued in calls.items():
+                    self._call(number, queued)
 
-    def _request(self, rank: int, requests: Mapping[int, _Queued]) -> None:
-        """Send requests."""
+    def _call(self, number: int, queued: _QueuedCall) -> None:
+        """Send a call."""
+        sent: dict[int, Any] = {}
+        why: Failure | None = None
+        try:
+            self.workers.call([self._placed(queued)], sent)
+        except Exception as error:
+            why = _failure_of(error)
+        for rank, ticket in sent.items():
+            self._watch(rank, number, ticket)
+        if why is not None:
+            self._fail(number, [rank for rank in queued.call.ranks if rank not in sent], why)
+
+    def _request(self, requests: Mapping[int, _QueuedCall]) -> None:
+        """Send requests to their rank."""
+        (rank,) = {request.call.ranks[0] for request in requests.values()}
         placed: dict[int, WorkerCall] = {}
         for number, request in requests.items():
             try:
@@ -256,7 +249,7 @@ class HostRanks:
         if self.workers.arrivals is None:  # another thread has received the reply
             self._wake()
 
-    def _placed(self, queued: _Queued) -> WorkerCall:
+    def _placed(self, queued: _QueuedCall) -> WorkerCall:
         """A call whose parts and rows are where the workers can read them."""
         rows = [rows.result() if isinstance(rows, Future) else rows for rows in queued.rows.values()]
         placed, n = self.workers.put([*queued.call.parts, *rows]), len(queued.call.parts)
@@ -366,15 +359,11 @@ class HostRanks:
         why = Failure(FailureKind.CANCELLED, "cancelled before it was sent")
         self._queue = deque()
         for queued in queue:
-            if isinstance(queued, _QueuedRequests):
-                for number in meant & queued.requests.keys():
-                    self._fail(number, [queued.rank], why)
-                left = {number: request for number, request in queued.requests.items() if number not in meant}
-                self._queue.append(queued._replace(requests=left))
-            elif queued.number in meant:
-                self._fail(queued.number, queued.call.ranks, why)
-            else:
-                self._queue.append(queued)
+            for number in meant & queued.calls.keys():
+                self._fail(number, queued.calls[number].call.ranks, why)
+            left = {number: call for number, call in queued.calls.items() if number not in meant}
+            if left:
+                self._queue.append(queued._replace(calls=left))
         self.workers.interrupt(self.tickets(numbers))
 
     def cancel(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import Kept
 from bandmaster.errors import ResourceError, RowsLost
-from bandmaster.hosts.handshake import Refused, Secret
+from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import (
     FOR_ROWS,
     Address,
@@ -35,7 +35,6 @@ from bandmaster.plan.batch import required_batch
 from bandmaster.platform.limits import start_thread
 from bandmaster.wire.messages import Closed
 
-N_ATTEMPTS = 3  # to connect
 PATIENCE_S = 10.0  # with a host that sends or takes nothing
 IDLE_S = 3.0  # after which a connection is closed by which rows were fetched
 MAX_AT_ONCE = 4  # fetches from one host, which has a thread for each of their connections
@@ -100,10 +99,6 @@ class _Wanted(NamedTuple):
     place: Allocate
 
 
-class _Unreachable(RowsLost):
-    """A host cannot be reached, or sends nothing."""
-
-
 class _Fetchers:
     """The threads that fetch rows from one host. Each has a connection, and ends when there is nothing to do for long.
 
@@ -135,17 +130,32 @@ class _Fetchers:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        with contextlib.ExitStack() as close_at_end:
-            connection: Link | None = None
+        connection: Link | None = None
+        with contextlib.ExitStack() as closing:
             while (wanted := self._next()) is not None:
+                fetch, future = wanted.fetch, wanted.future
                 try:
-                    if connection is None or connection.fileno() < 0:
-                        connection = close_at_end.enter_context(contextlib.closing(self._connected(wanted.fetch)))
-                    wanted.future.set_result(_fetched(connection, wanted))
+                    if connection is None:
+                        connection = connect(self._address, self._secret, FOR_ROWS, timeout_s=PATIENCE_S)
+                        closing.callback(connection.close)
+                    connection.place = wanted.place
+                    connection.send(FrameKind.FETCH, fetch.key, fetch.rows)
+                    answer = connection.receive()
+                    assert answer is not None, "this waits for it"
                 except BaseException as error:  # there may be no memory
-                    wanted.future.set_exception(error)
-                    if isinstance(error, _Unreachable):
-                        self._fail_all(error)
+                    if connection is None or isinstance(error, Closed):
+                        why = f"{fetch.origin} cannot be fetched from {fetch.address[0]}: {error}"
+                        self._fail_all(future, RowsLost(why))
+                    else:
+                        future.set_exception(error)
+                    closing.close()
+                    connection = None
+                    continue
+                if answer.large:
+                    future.set_result(answer.large[0])
+                else:
+                    future.set_exception(RowsLost(f"{fetch.origin} are gone: {answer.content[0]}"))
+                del answer  # the rows are the reader's
 
     def _next(self) -> _Wanted | None:
         """The rows that are to be fetched next; None if this thread is to end."""
@@ -158,23 +168,13 @@ class _Fetchers:
             self._n_threads -= 1
             return None
 
-    def _fail_all(self, error: _Unreachable) -> None:
+    def _fail_all(self, first: PendingFetch, error: RowsLost) -> None:
         """If the host cannot be reached, all that is wanted by now is lost."""
         with self._changed:
-            lost = list(self._wanted)
+            lost = [first, *[wanted.future for wanted in self._wanted]]
             self._wanted.clear()
-        for wanted in lost:
-            wanted.future.set_exception(error)
-
-    def _connected(self, fetch: Fetch) -> Link:
-        """A new connection. It is tried again: a flood of connections to that host may have it closed."""
-        for left in range(N_ATTEMPTS - 1, -1, -1):
-            try:
-                return connect(self._address, self._secret, FOR_ROWS, timeout_s=PATIENCE_S)
-            except (OSError, Refused) as error:
-                if not left:
-                    raise _unreachable(fetch, error) from None
-        raise AssertionError("the last attempt returns or raises")
+        for future in lost:
+            future.set_exception(error)
 
 
 class RowLinks:
@@ -213,25 +213,3 @@ class RowLinks:
             hosts, self._hosts = self._hosts, {}
         for host in hosts.values():
             host.close()
-
-
-def _fetched(connection: Link, wanted: _Wanted) -> Payload:
-    """The rows that the other end of a connection sends. If that fails, the connection is closed."""
-    connection.place = wanted.place
-    try:
-        connection.send(FrameKind.FETCH, wanted.fetch.key, wanted.fetch.rows)
-        answer = connection.receive()
-    except BaseException as error:
-        connection.close()
-        if isinstance(error, Closed):
-            raise _unreachable(wanted.fetch, error) from None
-        raise
-    assert answer is not None, "this waits for it"
-    (why,) = answer.content
-    if not answer.large:
-        raise RowsLost(f"{wanted.fetch.origin} are gone: {why}")
-    return answer.large[0]
-
-
-def _unreachable(fetch: Fetch, error: Exception) -> _Unreachable:
-    return _Unreachable(f"{fetch.origin} cannot be fetched from {fetch.address[0]}: {error}")

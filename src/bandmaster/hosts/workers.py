@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
@@ -28,6 +27,7 @@ from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import FrameKind, Message
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.rows import Fetch, PendingFetch, RowKey
+from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.settings import tree_from
 from bandmaster.rows.table import contains, united
 from bandmaster.wire.client import Client, MessageTicket
@@ -185,7 +185,7 @@ class AgentWorkers(Client):
         self._told: Callable[[Sequence[int]], Any]
         self._again: Callable[[int], Agent] | None = None
         self._rendezvous: Mapping[str, str] = {}
-        self._relay_of: Mapping[Agent, Agent] | None = None  # by which agent the messages of each go, if in a tree
+        self._relay_of: Mapping[Agent, Agent] = {}  # by which agent the messages of each go, if in a tree
         self._why_stopped: str | None = None
 
     def hold_agents(self) -> None:
@@ -237,7 +237,7 @@ class AgentWorkers(Client):
             for agent, mine in outgoing.items():
                 content = self.name, mine.calls, mine.fetches(agent), bool(relays)
                 self._send(agent, FrameKind.CALLS, *content, large=mine.large)
-        self._links.flush(list(outgoing) if self._relay_of is None else self.hosts)
+        self._links.flush(self.hosts if self._relay_of else list(outgoing))
 
     def request(self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[Ticket]], object]) -> None:
         """Send requests to a rank; see `contract.Workers.request`."""
@@ -256,16 +256,16 @@ class AgentWorkers(Client):
                 outgoing.add((rank,), message, [part for call in requests for part in _parts_of(call)])
                 said = self.name, outgoing.calls, outgoing.fetches(agent), False
                 self._send(agent, FrameKind.CALLS, *said, large=outgoing.large)
-        self._links.flush([agent] if self._relay_of is None else self.hosts)
+        self._links.flush(self.hosts if self._relay_of else [agent])
 
     def _relays_of(self, calls: Sequence[WorkerCall]) -> Sequence[Agent]:
         """The agents of a large group that pass a call on, if it is the same for all ranks."""
         is_same = len(calls) == 1 and not calls[0].rows and len(calls[0].ranks) == len(self._agents)
-        return list(dict.fromkeys(self._relay_of.values())) if self._relay_of and is_same and not self.deaths else []
+        return list(dict.fromkeys(self._relay_of.values())) if is_same and not self.deaths else []
 
     def _send(self, agent: Agent, kind: FrameKind, *content: Any, large: Mapping[int, Payload] | None = None) -> None:
         """Send a message to an agent, through its relay if it has one; the lock is held."""
-        relay = agent if self._relay_of is None else self._relay_of[agent]
+        relay = self._relay_of.get(agent, agent)
         if relay is agent:
             self._links.send(agent, kind, *content, large=large)
         else:
@@ -343,12 +343,11 @@ class AgentWorkers(Client):
             summary = f"host {agent.host} ({agent.address[0]}) is lost: {why}"
             found[rank] = Failure.of_death(summary, "", agent.host, known.pid, known.device)
         self.take_deaths(found)
-        if self._relay_of is not None:
-            below = {other for other, relay in self._relay_of.items() if relay is agent}
-            words = f"its reply was lost with host {agent.host}, which passes calls on to its host"
-            for rank in [rank for rank, other in enumerate(self._agents) if other in below]:
-                self._fail_open(rank, Failure(FailureKind.CANCELLED, words))
-            self._relay_of = None  # for good: the next host that is lost must not take others along
+        below = {other for other, relay in self._relay_of.items() if relay is agent}
+        words = f"its reply was lost with host {agent.host}, which passes calls on to its host"
+        for rank in [rank for rank, other in enumerate(self._agents) if other in below]:
+            self._fail_open(rank, Failure(FailureKind.CANCELLED, words))
+        self._relay_of = {}  # for good: the next host that is lost must not take others along
 
     def is_owed(self, agent: Agent) -> bool:
         """Whether ranks of a host owe a reply; see `links.Group`."""
@@ -391,10 +390,10 @@ class AgentWorkers(Client):
         by_agent = self._numbers_of(_unanswered(tickets))
         asked = [self._ask(agent, AgentServer.stacks, numbers) for agent, numbers in by_agent.items()]
         found: dict[int, str] = {}
-        deadline = time.monotonic() + STACKS_TIMEOUT_S
+        deadline = Deadline(STACKS_TIMEOUT_S)
         for ticket in asked:
             with suppress(TimeoutError, ClosedError):  # a host that does not answer has no stacks to show
-                found.update(self._links.answers([ticket], max(0.0, deadline - time.monotonic()))[0])
+                found.update(self._links.answers([ticket], deadline.left())[0])
         return found
 
     def _numbers_of(self, tickets: Mapping[int, Any]) -> dict[Agent, dict[int, int | None]]:

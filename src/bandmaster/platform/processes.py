@@ -6,12 +6,10 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from bandmaster.platform.cgroups import Cgroups
 from bandmaster.platform.locks import SigintSafeLock
@@ -37,21 +35,14 @@ class Ended:
 
     def in_words(self) -> str:
         """Exit code or signal name; after SIGKILL also peak memory, memory limit and out-of-memory kills."""
-        text = status_in_words(self.status)
-        if os.waitstatus_to_exitcode(self.status) != -signal.SIGKILL:
+        code = os.waitstatus_to_exitcode(self.status)
+        if code >= 0:
+            return f"exit code {code}"
+        names = {known.value: known.name for known in signal.Signals}  # most real-time signals have none
+        text = f"killed by {names.get(-code, f'signal {-code}')}"
+        if -code != signal.SIGKILL:
             return text
         return f"{text}; its peak memory was {self.peak_nbytes / GiB:.1f} GiB of {_limit()}{self.out_of_memory}"
-
-
-def status_in_words(status: int) -> str:
-    """Exit code or signal name of a wait status as `os.wait4` returns it."""
-    code = os.waitstatus_to_exitcode(status)
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:  # most real-time signals have no name
-        return f"killed by signal {-code}"
 
 
 class MemoryPressure:
@@ -65,22 +56,6 @@ class MemoryPressure:
         before, self._seen = self._seen, dict(_out_of_memory_kills())
         places = [place for place, n in self._seen.items() if n > before.get(place, n)]
         return f"; the kernel's out-of-memory killer ended a process meanwhile ({', '.join(places)})" if places else ""
-
-
-@contextlib.contextmanager
-def memory_file(content: bytes) -> Iterator[IO[bytes]]:
-    """An anonymous file with this content, positioned at its start, for a process that receives its descriptor.
-
-    The file is closed in this process when the block is left.
-    """
-    with SigintSafeLock():  # so that Ctrl-C cannot leak the descriptor
-        made = open(os.memfd_create("bandmaster-spawn", os.MFD_CLOEXEC), "w+b", buffering=0)  # noqa: SIM115
-    with made as file:
-        view = memoryview(content)
-        while view:
-            view = view[file.write(view) :]
-        file.seek(0)
-        yield file
 
 
 def prctl(operation: int, argument: int) -> None:
@@ -171,8 +146,3 @@ def _limit() -> str:
     if limit is not None:
         return f"the {limit.most / GiB:.1f} GiB that its cgroup may use"
     return f"the {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GiB:.1f} GiB that this machine has"
-
-
-def host_identity() -> str:
-    """A text that is equal for all processes of one machine. Containers of one machine may share it."""
-    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from bandmaster.errors import UsageError
 from bandmaster.pool.checks import checked_sizes
-from bandmaster.pool.lease import Part, SlotKey, joined
+from bandmaster.pool.lease import Part, joined
 from bandmaster.pool.resource_pool import ResourcePool
 
 
@@ -35,16 +35,10 @@ def merge_resource_pool(*pools: ResourcePool) -> ResourcePool:
                 raise UsageError(
                     f"cannot merge {pools[0]!r} and {pool!r}: {what} must be equal, got {ours!r} and {theirs!r}"
                 )
-    parts: list[Part] = []
-    taken: set[SlotKey] = set()
-    for part in (part for pool in pools for part in pool._parts):
-        places = {(part.lease, part.node, index) for index in part.indices}
-        if places & taken:
-            raise UsageError(
-                f"cannot merge pools that share slots: {', '.join(map(repr, pools))}; merge disjoint pools"
-            )
-        taken |= places
-        parts.append(part)
+    places = [place for pool in pools for place in pool._places]
+    if len(set(places)) < len(places):
+        raise UsageError(f"cannot merge pools that share slots: {', '.join(map(repr, pools))}; merge disjoint pools")
+    parts = [part for pool in pools for part in pool._parts]
     return ResourcePool._of(joined(parts), "".join(pool.name_prefix for pool in pools))
 
 

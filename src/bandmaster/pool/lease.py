@@ -44,6 +44,10 @@ class Lease:
 
     They are reserved at most once, and released by `close` or when the last pool that refers to them is collected. An
     entry of the request is the slots of one node; when that node is lost, a spare entry takes its place.
+
+    Attributes:
+        entries: For each node of the pool, the entry of the request that it is now.
+        spares: The entries of the request that are spare.
     """
 
     def __init__(
@@ -64,8 +68,8 @@ class Lease:
 
     def _set_entries(self) -> None:
         n_used = len(self.request.workers) - self.request.n_spares
-        self._entries = list(range(n_used))  # for each node of the pool, the entry of the request that it is now
-        self._spares = list(range(n_used, len(self.request.workers)))
+        self.entries = list(range(n_used))
+        self.spares = list(range(n_used, len(self.request.workers)))
 
     def open(self) -> None:
         """Reserve the slots."""
@@ -89,7 +93,7 @@ class Lease:
                 self._set_entries()
 
     def take_over(self, reservation: Any) -> None:
-        """Use what was reserved elsewhere, and is released by whoever reserved it."""
+        """Use slots that were reserved elsewhere, of the same number and kind; whoever reserved them releases them."""
         with self._lock:
             self._end()
             self.reservation, self._release = reservation, None
@@ -98,14 +102,6 @@ class Lease:
     def is_reserved(self) -> bool:
         """Whether the slots are reserved."""
         return self.reservation is not None
-
-    def entry(self, node: int) -> int:
-        """The entry of the request that a node of the pool is now."""
-        return self._entries[node]
-
-    def spares(self) -> tuple[int, ...]:
-        """The entries of the request that are spare."""
-        return tuple(self._spares)
 
     def nodes(self) -> list[Node | None]:
         """The node of each entry of the request; where it would be if the slots are not reserved; None if it is lost.
@@ -130,21 +126,21 @@ class Lease:
         """
         with self._lock:
             nodes = self.nodes()
-            for node, entry in enumerate(self._entries):
+            for node, entry in enumerate(self.entries):
                 if nodes[entry] is None:
                     spare = self._spare_for(entry, nodes)
-                    self._spares.remove(spare)
-                    self._entries[node] = spare
+                    self.spares.remove(spare)
+                    self.entries[node] = spare
 
     def _spare_for(self, entry: int, nodes: Sequence[Node | None]) -> int:
         size, choice = self.request.workers[entry], self.request.choice(entry)
-        for spare in self._spares:
+        for spare in self.spares:
             there = nodes[spare]
             if there is not None and self.request.workers[spare] >= size and there.allows(choice):
                 return spare
-        left = [self.request.workers[spare] for spare in self._spares if nodes[spare] is not None]
+        left = [self.request.workers[spare] for spare in self.spares if nodes[spare] is not None]
         raise PlacementError(
-            f"node {self._entries.index(entry)} of pool {self.request.name!r} is lost, with its {size} slots, and no "
+            f"node {self.entries.index(entry)} of pool {self.request.name!r} is lost, with its {size} slots, and no "
             f"spare node can take its place: {f'there are spare {left}' if left else 'there is none left'}; close the "
             f"pool and make another one, with spares=[{size}] where this has to be survived"
         )
@@ -161,10 +157,6 @@ class Lease:
             self._end()
             raise
         self._end()
-
-    def names(self, place: tuple[int, int]) -> list[str]:
-        """The groups on a slot."""
-        return list(self.holders.get(place, {}).values())
 
     def _end(self) -> None:
         if self._release is None:
@@ -187,18 +179,14 @@ class Part:
     node: int
     indices: tuple[int, ...]
 
-    def continues_in(self, other: Part) -> bool:
-        """Whether another part is of the same node, and comes behind this one in the order of its devices."""
-        is_same_node = self.lease is other.lease and self.node == other.node
-        return is_same_node and self.indices[-1] < other.indices[0]
-
 
 def joined(parts: Sequence[Part]) -> list[Part]:
     """Merge neighbouring parts that are on one node, in the order of its devices."""
     joined: list[Part] = []
     for part in parts:
-        if joined and joined[-1].continues_in(part):
-            part = Part(part.lease, part.node, joined.pop().indices + part.indices)
+        lease, node, indices = part.lease, part.node, part.indices
+        if joined and (joined[-1].lease, joined[-1].node) == (lease, node) and joined[-1].indices[-1] < indices[0]:
+            part = Part(lease, node, joined.pop().indices + indices)
         joined.append(part)
     return joined
 

@@ -141,11 +141,6 @@ class ResourcePool:
         pool._set_up(parts, name_prefix, ())
         return pool
 
-    def _take_over(self, reservation: Any) -> None:
-        """Use slots that were reserved elsewhere, of the same number and kind; whoever reserved them releases them."""
-        assert len(self._owned) == 1, "no slot of another pool is in use"
-        self._owned[0].take_over(reservation)
-
     @property
     def process_on_nodes(self) -> tuple[int, ...]:
         """Number of slots on each node."""
@@ -247,11 +242,11 @@ class ResourcePool:
         found, rank = [], 0
         for part in self._parts:
             ranks = range(rank, rank := rank + len(part.indices))
-            found.append(PlannedNode(nodes[part.lease][part.lease.entry(part.node)], ranks, len(part.indices)))
+            found.append(PlannedNode(nodes[part.lease][part.lease.entries[part.node]], ranks, len(part.indices)))
         spares = [
             PlannedNode(nodes[lease][entry], range(0), lease.request.workers[entry])
             for lease in self._owned
-            for entry in lease.spares()
+            for entry in lease.spares
         ]
         is_reserved = all(lease.is_reserved for lease in nodes)
         return PoolPlan(self._described(), is_reserved, tuple(found), tuple(spares), self._lease.request)
@@ -356,7 +351,7 @@ class ResourcePool:
         for node_rank, part in enumerate(self._parts):
             for local_rank, index in enumerate(part.indices):
                 share = 1 / part.lease.max_colocate_count
-                entry = part.lease.entry(part.node)
+                entry = part.lease.entries[part.node]
                 yield Slot(part.lease.reservation, entry, index, node_rank, local_rank, len(part.indices), share)
 
     def __reduce__(self) -> NoReturn:
@@ -374,6 +369,6 @@ class ResourcePool:
 
     def _repr_html_(self) -> str:
         slots = [(rank, s.node_rank, s.local_rank) for rank, s in enumerate(self._slots())]
-        places = [part.lease.names((part.node, index)) for part in self._parts for index in part.indices]
-        rows = [[*slot, ", ".join(names) or "-"] for slot, names in zip(slots, places, strict=True)]
+        groups = [lease.holders.get((node, index), {}).values() for lease, node, index in self._places]
+        rows = [[*slot, ", ".join(names) or "-"] for slot, names in zip(slots, groups, strict=True)]
         return html_table(repr(self), ["rank", "node", "local rank", "groups"], rows)

@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.autoscaler.v2.sdk import get_cluster_status
@@ -148,7 +148,35 @@ class RayBackend:
             UsageError: The cluster can only be reached through Ray Client.
         """
         self.connection.connect()
-        return inventory(self.connection.is_embedded)
+        is_embedded, holders = self.connection.is_embedded, _holders_by_node()
+        status = get_cluster_status(ray.get_runtime_context().gcs_address)
+        free = {
+            node.node_id: {one.resource_name: one.total - one.used for one in node.resource_usage.usage}
+            for node in (*status.active_nodes, *status.idle_nodes)
+            if node.resource_usage is not None
+        }
+        nodes = []
+        for node in ray.nodes():
+            if not node["Alive"]:
+                continue
+            key, total, left = node["NodeID"], node["Resources"], free.get(node["NodeID"], {})
+            nodes.append(
+                Node(
+                    name=node["NodeManagerAddress"],
+                    cpus_total=None if is_embedded else total.get("CPU", 0.0),
+                    cpus_free=None if is_embedded else left.get("CPU", 0.0),
+                    gpus_total=total.get("GPU", 0.0),
+                    gpus_free=left.get("GPU", 0.0),
+                    holders=tuple(sorted(holders.get(key, ()))),
+                    key=key,
+                    hostname=node["NodeManagerHostname"],
+                    labels=node.get("Labels", {}),
+                    total=total,
+                    free=left,
+                    is_many=is_embedded,
+                )
+            )
+        return tuple(nodes)
 
     def reserve(self, request: Request, timeout_s: float) -> RayReservation:
         """Create a placement group on the node chosen for each entry of the request, and start agents on other nodes.
@@ -235,8 +263,8 @@ class RayBackend:
             place = self._place(launch, range(len(nodes)), variables, ray.util.get_node_ip_address())
             workers = self.local.start_ranks(launch, place, [slot.reservation for slot in launch.slots])
             raylet = _raylet(ray.get_runtime_context().get_node_id())
-            watched = _Watched(launch.group, launch.slots[0].reservation.session, raylet)
-            start_thread("bandmaster-ray-session", _end_with_ray, weakref.ref(workers), watched)
+            session = launch.slots[0].reservation.session
+            start_thread("bandmaster-ray-session", _end_with_ray, weakref.ref(workers), launch.group, session, raylet)
             return workers
         ranks: dict[str, list[int]] = {}
         for rank, node in enumerate(nodes):
@@ -252,43 +280,6 @@ class RayBackend:
         gpus = {rank: launch.slots[rank].reservation.gpus[launch.slots[rank].node] for rank in ranks}
         of_slot = {rank: of_node[launch.slots[rank].index] for rank, of_node in gpus.items()}
         return HostShare(tuple(ranks), address, of_slot, variables, default_modules(launch.imports))
-
-
-def inventory(is_embedded: bool) -> tuple[Node, ...]:
-    """The live nodes of the cluster. A private Ray instance does not count CPUs.
-
-    Args:
-        is_embedded: Whether Ray is such an instance.
-    """
-    holders = _holders_by_node()
-    status = get_cluster_status(ray.get_runtime_context().gcs_address)
-    free = {
-        node.node_id: {one.resource_name: one.total - one.used for one in node.resource_usage.usage}
-        for node in (*status.active_nodes, *status.idle_nodes)
-        if node.resource_usage is not None
-    }
-    nodes = []
-    for node in ray.nodes():
-        if not node["Alive"]:
-            continue
-        key, total, left = node["NodeID"], node["Resources"], free.get(node["NodeID"], {})
-        nodes.append(
-            Node(
-                name=node["NodeManagerAddress"],
-                cpus_total=None if is_embedded else total.get("CPU", 0.0),
-                cpus_free=None if is_embedded else left.get("CPU", 0.0),
-                gpus_total=total.get("GPU", 0.0),
-                gpus_free=left.get("GPU", 0.0),
-                holders=tuple(sorted(holders.get(key, ()))),
-                key=key,
-                hostname=node["NodeManagerHostname"],
-                labels=node.get("Labels", {}),
-                total=total,
-                free=left,
-                is_many=is_embedded,
-            )
-        )
-    return tuple(nodes)
 
 
 def name_of(pool: str, n_slots: int) -> str:
@@ -406,40 +397,26 @@ def _raylet(node: str) -> Stat | None:
     return None
 
 
-class _Watched(NamedTuple):
-    """A group whose workers run on this host.
-
-    Attributes:
-        name: Name of the group.
-        session: The Ray session of its slots.
-        raylet: The process by which Ray keeps this node; None if it is not visible.
-    """
-
-    name: str
-    session: RaySession
-    raylet: Stat | None
-
-    def why_ended(self) -> str:
-        """Why the workers have no slots any more; empty while they have."""
-        if not self.session.is_current:
-            return self.session.ended(f"group {self.name!r}")
-        found = self.raylet and stat(self.raylet.pid)
-        if self.raylet and (found is None or found.start != self.raylet.start or found.state in "ZX"):
-            return (
-                f"Ray has ended on this host, and with it the slots of group {self.name!r} (raylet, pid "
-                f"{self.raylet.pid}); connect to Ray again, and create the pool and its groups again"
-            )
-        return ""
-
-
-def _end_with_ray(workers: weakref.ref[HostWorkers], watched: _Watched) -> None:
+def _end_with_ray(workers: weakref.ref[HostWorkers], group: str, session: RaySession, raylet: Stat | None) -> None:
     """End workers on this host once the Ray that their slots are on has ended, or the user has left it.
 
     Ray itself ends agents.
+
+    Args:
+        workers: The workers.
+        group: Name of their group.
+        session: The Ray session of their slots.
+        raylet: The process by which Ray keeps this node; None if it is not visible.
     """
     while (running := workers()) is not None and not running.is_stopped:
         with contextlib.suppress(OSError, MemoryError):  # there is no descriptor to look with at the moment
-            if why := watched.why_ended():
-                running.stop(why)
+            found = raylet and stat(raylet.pid)
+            if not session.is_current:
+                running.stop(session.ended(f"group {group!r}"))
+            elif raylet and (found is None or found.start != raylet.start or found.state in "ZX"):
+                running.stop(
+                    f"Ray has ended on this host, and with it the slots of group {group!r} (raylet, pid {raylet.pid}); "
+                    "connect to Ray again, and create the pool and its groups again"
+                )
         del running
         time.sleep(LOOK_S)  # Ray tells nobody of `ray.shutdown`

@@ -32,8 +32,8 @@ from bandmaster.plan.binding import signature_without_self
 from bandmaster.platform.hardware import count_gpus
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.proc import peer_of
-from bandmaster.platform.processes import end_descendants, host_identity
-from bandmaster.single_controller.ray.listener import connect
+from bandmaster.platform.processes import end_descendants
+from bandmaster.single_controller.ray.listener import connect, host_identity
 from bandmaster.single_controller.ray.output import redirect, tame_bars
 from bandmaster.wire.lane import LENGTH_NBYTES, Lane
 from bandmaster.wire.segment_reader import RowReader, RowReaders, kept_name

@@ -35,7 +35,6 @@ from bandmaster.contract import (
 )
 from bandmaster.errors import ClosedError, ConstructorError, PlacementError, RowsLost, UsageError, WorkerDied
 from bandmaster.errors.failure import N_LAST_LINES, Failure, FailureKind
-from bandmaster.platform.processes import host_identity
 from bandmaster.single_controller.ray.actor import (
     FIRST_NUMBER,
     LONG_S,
@@ -47,7 +46,7 @@ from bandmaster.single_controller.ray.actor import (
     announced,
 )
 from bandmaster.single_controller.ray.launch import ActorLaunch
-from bandmaster.single_controller.ray.listener import LaneListener
+from bandmaster.single_controller.ray.listener import LaneListener, host_identity
 from bandmaster.wire import status_page
 from bandmaster.wire.client import MessageTicket
 from bandmaster.wire.lanes import LaneClient

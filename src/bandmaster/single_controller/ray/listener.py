@@ -12,15 +12,21 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 
 from bandmaster.platform.proc import peer_of
 from bandmaster.wire.lane import set_buffer
 
-__all__ = ["LaneListener", "connect"]
+__all__ = ["LaneListener", "connect", "host_identity"]
 
 MAX_UNKNOWN = 256  # connections of this user's that have not said who they are
 LOOK_S = 0.1  # how often to ask for workers that cannot connect
 _log = logging.getLogger(__name__)
+
+
+def host_identity() -> str:
+    """A text that is equal for all processes of one machine. Containers of one machine may share it."""
+    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
 class LaneListener:

@@ -108,14 +108,15 @@ class RayResourcePool(ResourcePool):
             return self._whole.pgs
         if any(part.lease.reservation is None for part in self._parts):
             return None
-        return [part.lease.reservation.groups[part.lease.entry(part.node)] for part in self._parts]
+        return [part.lease.reservation.groups[part.lease.entries[part.node]] for part in self._parts]
 
     @pgs.setter
     def pgs(self, groups: Sequence[Any]) -> None:
         asked, given = self.store, [group.bundle_count for group in groups]
         if len(given) < len(asked) or any(n < m for n, m in zip(given, asked, strict=False)):
             raise UsageError(f"{self!r} needs placement groups of {asked} bundles, got {given}")
-        self._take_over(_adopted(self.name_prefix, groups))
+        (lease,) = self._owned  # no slot of another pool is in use
+        lease.take_over(_adopted(self.name_prefix, groups))
 
     def get_placement_groups(
         self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str = "cuda"
