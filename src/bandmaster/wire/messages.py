@@ -124,12 +124,6 @@ _NO_ARGUMENTS = pickle.dumps((), protocol=5)
 _names: dict[bytes, str] = {}  # so that a method's name is the same object every time, which Python finds sooner
 
 
-def read_call(body: memoryview) -> CallContent:
-    """Read the content of a `MessageKind.CALL`."""
-    content: CallContent = read_content(body)
-    return content
-
-
 def read_small_call(body: memoryview) -> tuple[str, int, memoryview]:
     """Read the content of a `MessageKind.SMALL_CALL`: method, reply, and the pickle stream of its part."""
     end = _SMALL_NBYTES + body[HEADER_NBYTES + 1]
