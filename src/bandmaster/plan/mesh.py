@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cached_property
 
 import numpy as np
@@ -49,14 +49,9 @@ class Mesh:
                 raise MeshError(f"the size of axis {name!r} must be a positive integer, got {size!r}")
         self._shape = dict(axes)
         self._size = math.prod(axes.values())
-        self._set_factors(tuple(axes.items()), {name: (name,) for name in axes}, "")
-
-    def _set_factors(
-        self, factors: tuple[tuple[str, int], ...], axes: Mapping[str, tuple[str, ...]], suffix: str
-    ) -> None:
-        self._factors = dict(factors)  # the indivisible axes and their sizes, slowest first; their product is the size
-        self._axes = dict(axes)  # the factors of every axis, by name
-        self._suffix = suffix  # the call of `refine` in the repr
+        self._factors = dict(axes)  # the indivisible axes and their sizes, slowest first; their product is the size
+        self._axes: dict[str, tuple[str, ...]] = {name: (name,) for name in axes}  # the factors of every axis, by name
+        self._suffix = ""  # the call of `refine` in the repr
 
     @property
     def size(self) -> int:
@@ -118,23 +113,22 @@ class Mesh:
         for axis in ("gen_pp", "gen_tp", "micro_pp", "micro_tp", "micro_dp"):
             if axis in self._axes:
                 raise MeshError(f"{self!r} already has an axis {axis!r}, which refine() would add; rename that axis")
-        factors: list[tuple[str, int]] = []
-        axes = dict(self._axes)
+        refined = Mesh(**self._shape)
+        refined._factors = {}
         for axis, size in self._factors.items():
             if axis not in wanted:
-                factors.append((axis, size))
+                refined._factors[axis] = size
                 continue
             generation = size if wanted[axis] is None else wanted[axis]
             if not isinstance(generation, int) or generation < 1 or size % generation:
                 raise MeshError(f"gen_{axis}={generation} does not divide {axis}={size}; choose a divisor of {size}")
-            factors += [(f"gen_{axis}", generation), (f"micro_{axis}", size // generation)]
-            axes[axis] = (f"gen_{axis}", f"micro_{axis}")
-        made = [name for name, _ in factors if name not in axes]
-        axes.update({name: (name,) for name in made})
-        axes["micro_dp"] = tuple(name for name in made if name.startswith("micro_"))
-        refined = Mesh(**self._shape)
-        sizes = ", ".join(f"gen_{a}={dict(factors)[f'gen_{a}']}" for a in wanted if a in self._shape)
-        refined._set_factors(tuple(factors), axes, f".refine({sizes})")
+            gen, micro = f"gen_{axis}", f"micro_{axis}"
+            refined._factors |= {gen: generation, micro: size // generation}
+            refined._axes |= {axis: (gen, micro), gen: (gen,), micro: (micro,)}
+        made = [axis for axis in self._shape if axis in wanted]
+        refined._axes["micro_dp"] = tuple(f"micro_{axis}" for axis in made)
+        sizes = ", ".join(f"gen_{axis}={refined._factors[f'gen_{axis}']}" for axis in made)
+        refined._suffix = f".refine({sizes})"
         return refined
 
     def coordinates(self, rank: int) -> dict[str, int]:
