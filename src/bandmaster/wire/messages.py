@@ -171,17 +171,8 @@ def read_content(body: memoryview) -> Any:
     return pickle.loads(body[HEADER_NBYTES:])
 
 
-def read_reply(kind: int, body: memoryview, receiver: Receiver) -> Payload | Kept | Failure | None:
-    """Read a reply that is no `ReplyKind.VALUE`.
-
-    Returns:
-        The encoded value, the failure, or None for a value that was dropped.
-    """
-    return None if kind == ReplyKind.NOTHING else outcome_of(kind, read_content(body), receiver)
-
-
 def outcome_of(kind: int, content: Any, receiver: Receiver) -> Payload | Kept | Failure | None:
-    """The outcome in a reply, from its unpickled content; see `read_reply`."""
+    """The outcome in a reply that is no `ReplyKind.VALUE`, from its unpickled content; None for a dropped value."""
     if kind == ReplyKind.NOTHING:
         return None
     try:
