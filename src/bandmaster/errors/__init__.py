@@ -41,27 +41,6 @@ from bandmaster.errors.failure import (
     without_library_frames,
 )
 
-__all__ = [
-    "ArgumentError",
-    "BandmasterError",
-    "BatchError",
-    "CallCancelled",
-    "CallTimeout",
-    "ClosedError",
-    "CollectError",
-    "ConstructorError",
-    "LayoutError",
-    "MeshError",
-    "PlacementError",
-    "ProtocolError",
-    "RemoteError",
-    "ResourceError",
-    "RowsLost",
-    "TurnTimeout",
-    "UsageError",
-    "WorkerDied",
-]
-
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """The end of a message about a wrong name: the most similar known name, or "" if none is similar."""

@@ -66,7 +66,8 @@ class Failure:
         """The failure for an exception that was raised in the current process."""
         text = "".join(traceback.format_exception(type(error), error, _user_frames(error.__traceback__)))
         summary = summary_of(error)
-        in_collective = _COLLECTIVES in _innermost_file(error.__traceback__)
+        innermost = [frame.tb_frame.f_code.co_filename for frame in _each(error.__traceback__)][-1:]
+        in_collective = any(_COLLECTIVES in file for file in innermost)
         host, pid, now = os.uname().nodename, os.getpid(), time.time()
         return cls(kind, summary, text, error, host, pid, device, in_collective, now)
 
@@ -155,12 +156,6 @@ def with_source_lines(text: str) -> str:
             source = linecache.getline(place["file"], int(place["line"])).strip()
             shown += [f"{place['indent']}  {source}"] if source else []
     return "\n".join(shown)
-
-
-def _innermost_file(frames: TracebackType | None) -> str:
-    while frames is not None and frames.tb_next is not None:
-        frames = frames.tb_next
-    return frames.tb_frame.f_code.co_filename if frames is not None else ""
 
 
 def summary_of(error: BaseException) -> str:

@@ -29,7 +29,6 @@ from bandmaster.wire.messages import (
     ReplyKind,
     header_of,
     inline,
-    read_call,
     read_content,
     read_small_call,
     reply_message,
@@ -171,7 +170,7 @@ class HostRanks:
                 self._queue.append(_Queued(requests, are_requests=True))
                 continue
             if flags & MessageKind.CALL:
-                call, names = _read(read_call(memoryview(body)), message)
+                call, names = _read(read_content(memoryview(body)), message)
             else:
                 method, reply, stream = read_small_call(memoryview(body))
                 call, names = WorkerCall((), method, (Payload(bytes(stream)),), Reply(reply)), ()

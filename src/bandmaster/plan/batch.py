@@ -338,19 +338,14 @@ def copies_rows(value: Any) -> bool:
     unknown.
     """
     kind = type(value)
+    name = f"{kind.__module__}.{kind.__name__}"
     if kind is np.ndarray:
         return not value.dtype.hasobject
     if kind is list:
         return _CONSTANTS.issuperset(map(type, value))
-    if kind is dict:
+    if kind is dict or (name.startswith("tensordict.") and name.endswith(".TensorDict")):
         return all(map(copies_rows, value.values()))
-    if kind.__module__ == "torch":
-        return kind.__name__ == "Tensor" and not (value.is_nested or value.requires_grad)
-    return (
-        kind.__module__.startswith("tensordict.")
-        and kind.__name__ == "TensorDict"
-        and all(map(copies_rows, value.values()))
-    )
+    return name == "torch.Tensor" and not (value.is_nested or value.requires_grad)
 
 
 def describe(value: Any) -> str:

@@ -79,7 +79,7 @@ def _concat(ranks: Sequence[int], values: Sequence[Any], method: str, real_rows:
     batches = [_batch_of(rank, value, method) for rank, value in zip(ranks, values, strict=True)]
     if real_rows is not None and real_rows.padded_to is not None:
         batches = [
-            _without_padding(rank, batch, real_rows.padded_to, real_rows.counts[rank], method)
+            _without_padding(rank, batch, real_rows.padded_to, len(real_rows.numbers[rank]), method)
             for rank, batch in zip(ranks, batches, strict=True)
         ]
     order = None if real_rows is None else real_rows.order(ranks)
@@ -152,7 +152,7 @@ def _reduce(how: Reduce, ranks: Sequence[int], values: Sequence[Any], method: st
     shares: Sequence[float] = [1] * len(values)
     if how.weights is not None:
         assert real_rows is not None, "register refuses weights without a split"
-        rows = [real_rows.counts[rank] for rank in ranks]
+        rows = [len(real_rows.numbers[rank]) for rank in ranks]
         if any(rows):  # the result of 0 rows may be NaN, which would spoil the mean
             ranks, values = list(compress(ranks, rows)), list(compress(values, rows))
             shares = _shares([n for n in rows if n])

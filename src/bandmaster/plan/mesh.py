@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cached_property
-from itertools import product
+
+import numpy as np
 
 from bandmaster.errors import MeshError
 from bandmaster.plan.render import html_table
@@ -48,14 +49,9 @@ class Mesh:
                 raise MeshError(f"the size of axis {name!r} must be a positive integer, got {size!r}")
         self._shape = dict(axes)
         self._size = math.prod(axes.values())
-        self._set_factors(tuple(axes.items()), {name: (name,) for name in axes}, "")
-
-    def _set_factors(
-        self, factors: tuple[tuple[str, int], ...], axes: Mapping[str, tuple[str, ...]], suffix: str
-    ) -> None:
-        self._factors = dict(factors)  # the indivisible axes and their sizes, slowest first; their product is the size
-        self._axes = dict(axes)  # the factors of every axis, by name
-        self._suffix = suffix  # the call of `refine` in the repr
+        self._factors = dict(axes)  # the indivisible axes and their sizes, slowest first; their product is the size
+        self._axes: dict[str, tuple[str, ...]] = {name: (name,) for name in axes}  # the factors of every axis, by name
+        self._suffix = ""  # the call of `refine` in the repr
 
     @property
     def size(self) -> int:
@@ -117,23 +113,22 @@ class Mesh:
         for axis in ("gen_pp", "gen_tp", "micro_pp", "micro_tp", "micro_dp"):
             if axis in self._axes:
                 raise MeshError(f"{self!r} already has an axis {axis!r}, which refine() would add; rename that axis")
-        factors: list[tuple[str, int]] = []
-        axes = dict(self._axes)
+        refined = Mesh(**self._shape)
+        refined._factors = {}
         for axis, size in self._factors.items():
             if axis not in wanted:
-                factors.append((axis, size))
+                refined._factors[axis] = size
                 continue
             generation = size if wanted[axis] is None else wanted[axis]
             if not isinstance(generation, int) or generation < 1 or size % generation:
                 raise MeshError(f"gen_{axis}={generation} does not divide {axis}={size}; choose a divisor of {size}")
-            factors += [(f"gen_{axis}", generation), (f"micro_{axis}", size // generation)]
-            axes[axis] = (f"gen_{axis}", f"micro_{axis}")
-        made = [name for name, _ in factors if name not in axes]
-        axes.update({name: (name,) for name in made})
-        axes["micro_dp"] = tuple(name for name in made if name.startswith("micro_"))
-        refined = Mesh(**self._shape)
-        sizes = ", ".join(f"gen_{a}={dict(factors)[f'gen_{a}']}" for a in wanted if a in self._shape)
-        refined._set_factors(tuple(factors), axes, f".refine({sizes})")
+            gen, micro = f"gen_{axis}", f"micro_{axis}"
+            refined._factors |= {gen: generation, micro: size // generation}
+            refined._axes |= {axis: (gen, micro), gen: (gen,), micro: (micro,)}
+        made = [axis for axis in self._shape if axis in wanted]
+        refined._axes["micro_dp"] = tuple(f"micro_{axis}" for axis in made)
+        sizes = ", ".join(f"gen_{axis}={refined._factors[f'gen_{axis}']}" for axis in made)
+        refined._suffix = f".refine({sizes})"
         return refined
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -155,12 +150,8 @@ class Mesh:
         Raises:
             MeshError: The mesh does not have an axis, or a coordinate is outside its axis.
         """
-        fixed = {axis: self._coordinate(axis, index) for axis, index in at.items()}
-        return tuple(
-            rank
-            for rank, where in enumerate(self._table)
-            if all(where.get(axis, rank) == i for axis, i in fixed.items())  # only `RANK` is in no row of the table
-        )
+        fixed = [(self.positions(axis), self._coordinate(axis, index)) for axis, index in at.items()]
+        return tuple(rank for rank in range(self.size) if all(where[rank] == index for where, index in fixed))
 
     def positions(self, *axes: str) -> tuple[int, ...]:
         """The position of each rank in the product of ``axes``, the first axis slowest.
@@ -173,15 +164,12 @@ class Mesh:
         Raises:
             MeshError: The mesh does not have an axis, or axes overlap, such as ``tp`` and ``gen_tp``.
         """
-        self._factors_of(axes)
-        sizes = [(axis, self.axis_size(axis)) for axis in axes]
-        numbers = []
-        for rank, where in enumerate(self._table):
-            number = 0
-            for axis, size in sizes:
-                number = number * size + where.get(axis, rank)
-            numbers.append(number)
-        return tuple(numbers)
+        sizes = tuple(self._factors.values())
+        coordinates = dict(zip(self._factors, np.indices(sizes).reshape(len(sizes), self.size), strict=True))
+        numbers = np.zeros(self.size, int)
+        for name in self._factors_of(axes):
+            numbers = numbers * self._factors[name] + coordinates[name]
+        return tuple(numbers.tolist())
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """The process groups along ``axes``: the ranks of a group differ only in their coordinates on ``axes``.
@@ -193,11 +181,10 @@ class Mesh:
             MeshError: The mesh does not have an axis, or axes overlap, such as ``tp`` and ``gen_tp``.
         """
         along = self._factors_of(axes)
-        position = dict(enumerate(self.positions(*axes)))
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank, where in enumerate(self._table):
-            rest = tuple(where[name] for name in self._factors if name not in along)
+        groups: dict[int, list[int]] = {}
+        for rank, rest in enumerate(self.positions(*(name for name in self._factors if name not in along))):
             groups.setdefault(rest, []).append(rank)
+        position = self.positions(*axes)
         return tuple(tuple(sorted(group, key=position.__getitem__)) for group in groups.values())
 
     def select(self, *axes: str, **at: int) -> tuple[int, ...]:
@@ -220,17 +207,8 @@ class Mesh:
 
     @cached_property
     def _table(self) -> tuple[dict[str, int], ...]:
-        rows = []
-        for point in product(*(range(size) for size in self._factors.values())):
-            factor = dict(zip(self._factors, point, strict=True))
-            row = {}
-            for axis, parts in self._axes.items():
-                index = 0
-                for name in parts:
-                    index = index * self._factors[name] + factor[name]
-                row[axis] = index
-            rows.append(row)
-        return tuple(rows)
+        columns = [self.positions(axis) for axis in self._axes]
+        return tuple(dict(zip(self._axes, row, strict=True)) for row in zip(*columns, strict=True))
 
     def _parts(self, axis: str) -> tuple[str, ...]:
         if axis == RANK and axis not in self._axes:
@@ -244,15 +222,15 @@ class Mesh:
             raise MeshError(f"{self!r} has no axis {axis!r}, only {', '.join(map(repr, self._axes))}{hint}")
         return self._axes[axis]
 
-    def _factors_of(self, axes: Iterable[str]) -> set[str]:
-        """The factors of ``axes``; MeshError if two of the axes share a factor."""
+    def _factors_of(self, axes: Iterable[str]) -> list[str]:
+        """The factors of ``axes``, slowest first; MeshError if two of the axes share a factor."""
         owner: dict[str, str] = {}
         for axis in axes:
             for name in self._parts(axis):
                 if name in owner:
                     raise MeshError(f"axes {owner[name]!r} and {axis!r} of {self!r} overlap; name one of them")
                 owner[name] = axis
-        return set(owner)
+        return list(owner)
 
     def _coordinate(self, axis: str, index: int) -> int:
         size = self.axis_size(axis)

@@ -35,11 +35,6 @@ class RealRows(NamedTuple):
     padded_to: int | None = None
     holder: str = "rank"
 
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Number of rows of each rank, without padding."""
-        return tuple(map(len, self.numbers))
-
     def order(self, ranks: Sequence[int]) -> np.ndarray[Any, Any] | None:
         """The permutation that restores the order of the rows before the split.
 
@@ -90,10 +85,9 @@ def row_ranges(rows: int, parts: int, pad: bool = False) -> tuple[tuple[int, int
         (((0, 3), (3, 6), (6, 8), (8, 10)), ((0, 2), (2, 4), (4, 5), (5, 5)))
     """
     small, extra = divmod(rows, parts)
-    if pad:
-        size = small + bool(extra)
-        return tuple((min(part * size, rows), min(part * size + size, rows)) for part in range(parts))
     starts = [part * small + min(part, extra) for part in range(parts + 1)]
+    if pad:
+        starts = [min(part * (small + bool(extra)), rows) for part in range(parts + 1)]
     return tuple(pairwise(starts))
 
 

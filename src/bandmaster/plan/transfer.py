@@ -26,7 +26,9 @@ def _set(value: object, **fields: object) -> None:
         object.__setattr__(value, name, item)
 
 
-def _axis_names(owner: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+def _axis_names(owner: str, axes: tuple[str, ...], needs_one: bool = True) -> tuple[str, ...]:
+    if needs_one and not axes:
+        raise ProtocolError(f'{owner} requires at least one axis, for example {owner}("dp")')
     for index, axis in enumerate(axes):
         if not isinstance(axis, str):
             raise ProtocolError(f"the axes of {owner} must be strings, got {axis!r}")
@@ -74,8 +76,6 @@ class Split:
     balance: str | None
 
     def __init__(self, *axes: str, pad: bool = False, balance: str | None = None) -> None:
-        if not axes:
-            raise ProtocolError('Split requires at least one axis, for example Split("dp")')
         if balance is not None and not (isinstance(balance, str) and balance):
             raise ProtocolError(f"balance of Split must be the name of a column or of an argument, got {balance!r}")
         _set(self, axes=_axis_names("Split", axes), pad=bool(pad), balance=balance)
@@ -121,8 +121,6 @@ class Route:
     axes: tuple[str, ...]
 
     def __init__(self, *axes: str) -> None:
-        if not axes:
-            raise ProtocolError('Route requires at least one axis, for example Route("dp")')
         _set(self, axes=_axis_names("Route", axes))
 
     def __repr__(self) -> str:
@@ -138,9 +136,11 @@ class _Selection:
 
     axes: tuple[str, ...]
     at: tuple[tuple[str, int], ...]
+    _needs_axis = False
 
     def __init__(self, *axes: str, **at: int) -> None:
         name = type(self).__name__
+        axes = _axis_names(name, axes, self._needs_axis)
         for axis, index in at.items():
             if isinstance(index, bool) or not isinstance(index, int):
                 raise ProtocolError(f"the coordinate {axis} of {name} must be an integer, got {index!r}")
@@ -148,7 +148,7 @@ class _Selection:
                 raise ProtocolError(
                     f"{name} joins over axis {axis!r} and also fixes {axis}={index}; remove one of them"
                 )
-        _set(self, axes=_axis_names(name, axes), at=tuple(sorted(at.items())))
+        _set(self, axes=axes, at=tuple(sorted(at.items())))
 
     def __repr__(self) -> str:
         return _written(type(self).__name__, self.axes, dict(self.at))
@@ -170,10 +170,7 @@ class Concat(_Selection):
             coordinate is not an integer.
     """
 
-    def __init__(self, *axes: str, **at: int) -> None:
-        if not axes:
-            raise ProtocolError('Concat requires at least one axis, for example Concat("dp")')
-        super().__init__(*axes, **at)
+    _needs_axis = True
 
 
 class Gather(_Selection):

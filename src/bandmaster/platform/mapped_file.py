@@ -30,6 +30,7 @@ class MappedFile:
         fd: Descriptor of the file. The caller keeps it, and may close it afterwards.
         nbytes: Number of bytes to map, at least 1.
         is_private: Whether writes stay in this process, in copies of the pages, rather than go to the file.
+        keeps: An object that is kept alive as long as the mapping is.
 
     Attributes:
         address: Address of the mapping.
@@ -39,9 +40,9 @@ class MappedFile:
         OSError: The kernel has no memory or no mapping (``vm.max_map_count``) left.
     """
 
-    __slots__ = ("__array_interface__", "__weakref__", "_place", "address", "nbytes")
+    __slots__ = ("__array_interface__", "__weakref__", "_keeps", "_place", "address", "nbytes")
 
-    def __init__(self, fd: int, nbytes: int, is_private: bool) -> None:
+    def __init__(self, fd: int, nbytes: int, is_private: bool, keeps: object = None) -> None:
         # The file takes the place of an anonymous mapping, whose object unmaps it in C when it is collected. In a
         # __del__ of Python code, Ctrl-C would be printed and forgotten.
         self._place = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
@@ -49,7 +50,7 @@ class MappedFile:
         flags = (mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED) | _FIXED
         if _libc.mmap(address, nbytes, _READ_WRITE, flags, fd, 0) in (None, _FAILED):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        self.address, self.nbytes = address, nbytes
+        self.address, self.nbytes, self._keeps = address, nbytes, keeps
         self.__array_interface__: dict[str, Any] = {
             "version": 3,
             "typestr": "|u1",

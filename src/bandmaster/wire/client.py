@@ -28,12 +28,11 @@ from bandmaster.wire.messages import (
     header_of,
     outcome_of,
     read_content,
-    read_reply,
 )
 from bandmaster.wire.poller import Poller
 
 _VALUE, _SEVERAL, _REPORT = ReplyKind.VALUE, ReplyKind.SEVERAL, ReplyKind.REPORT
-_TIMED, _TIMES = ReplyKind.TIMED, ReplyKind.TIMES
+_TIMED, _TIMES, _NOTHING = ReplyKind.TIMED, ReplyKind.TIMES, ReplyKind.NOTHING
 
 
 class MessageTicket(contract.Ticket):
@@ -173,7 +172,11 @@ class Client:
         if kind >= _TIMED:
             kind -= _TIMED
             times, body = (bytes(body[-TIMES_NBYTES:]), time.monotonic_ns()), body[:-TIMES_NBYTES]
-        outcome = Payload(bytes(body[HEADER_NBYTES:])) if kind == _VALUE else read_reply(kind, body, receiver)
+        outcome: Payload | Kept | Failure | None
+        if kind == _VALUE:
+            outcome = Payload(bytes(body[HEADER_NBYTES:]))
+        else:
+            outcome = None if kind == _NOTHING else outcome_of(kind, read_content(body), receiver)
         shared = outcome if len(ranks) > 1 and isinstance(outcome, Payload) and outcome.buffers else None
         is_first = True
         for rank in ranks:

@@ -333,13 +333,12 @@ class Lane:
         descriptors = _descriptors(ancillary)
         is_truncated = flags & _TRUNCATED or len(descriptors) != len(new)
         reason = "no descriptor is left for it; raise the limit on open files (ulimit -n)" if is_truncated else ""
-        while descriptors:
-            fd = descriptors.pop(0)
+        for fd, (number, nbytes, is_kept) in zip(descriptors, new, strict=False):
             try:
                 if reason:
                     os.close(fd)
                 else:
-                    self.reader.attach(new[-1 - len(descriptors)][0], fd, *new[-1 - len(descriptors)][1:])
+                    self.reader.attach(number, fd, nbytes, is_kept)
             except OSError as error:
                 reason = f"{error}; keep fewer arrays, or raise the limit on mappings (sysctl vm.max_map_count)"
         if reason:

@@ -154,11 +154,7 @@ class LaneClient(Client):
         """Send calls; the lock is held."""
         if self._writer.collected:
             self._writer.release()
-        fitting = list(calls)
-        for at, call in enumerate(calls):
-            if len(call.parts) > 1 or call.rows:
-                fitting[at] = self._that_fits(call)
-        for call in fitting:
+        for call in [self._that_fits(call) if len(call.parts) > 1 or call.rows else call for call in calls]:
             self._send_call(call, tickets)
 
     def change_environment(self, rank: int, variables: Mapping[str, str]) -> None:

@@ -124,12 +124,6 @@ _NO_ARGUMENTS = pickle.dumps((), protocol=5)
 _names: dict[bytes, str] = {}  # so that a method's name is the same object every time, which Python finds sooner
 
 
-def read_call(body: memoryview) -> CallContent:
-    """Read the content of a `MessageKind.CALL`."""
-    content: CallContent = read_content(body)
-    return content
-
-
 def read_small_call(body: memoryview) -> tuple[str, int, memoryview]:
     """Read the content of a `MessageKind.SMALL_CALL`: method, reply, and the pickle stream of its part."""
     end = _SMALL_NBYTES + body[HEADER_NBYTES + 1]
@@ -177,17 +171,8 @@ def read_content(body: memoryview) -> Any:
     return pickle.loads(body[HEADER_NBYTES:])
 
 
-def read_reply(kind: int, body: memoryview, receiver: Receiver) -> Payload | Kept | Failure | None:
-    """Read a reply that is no `ReplyKind.VALUE`.
-
-    Returns:
-        The encoded value, the failure, or None for a value that was dropped.
-    """
-    return None if kind == ReplyKind.NOTHING else outcome_of(kind, read_content(body), receiver)
-
-
 def outcome_of(kind: int, content: Any, receiver: Receiver) -> Payload | Kept | Failure | None:
-    """The outcome in a reply, from its unpickled content; see `read_reply`."""
+    """The outcome in a reply that is no `ReplyKind.VALUE`, from its unpickled content; None for a dropped value."""
     if kind == ReplyKind.NOTHING:
         return None
     try:

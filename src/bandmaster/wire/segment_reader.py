@@ -47,13 +47,13 @@ class KeptFile:
         self.fd, self.nbytes = fd, nbytes
         self.view: Any = None
 
-    def memory(self) -> Any:
-        """The segment as an array, in private memory that keeps no lease.
+    def memory(self, keeps: SegmentLease | None = None) -> Any:
+        """The segment as an array, in private memory that is mapped anew and keeps a lease, if one is given.
 
         Raises:
             OSError: There is no memory or no mapping left.
         """
-        return MappedFile(self.fd, self.nbytes, is_private=True).array()
+        return MappedFile(self.fd, self.nbytes, is_private=True, keeps=keeps).array()
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # module globals may be cleared before
         close(self.fd)
@@ -77,18 +77,8 @@ class SegmentLease:
         Raises:
             OSError: There is no memory or no mapping left.
         """
-        head, *buffers = chunks_in(_Mapping(self).array())
+        head, *buffers = chunks_in(self.file.memory(keeps=self))
         return Payload(head, tuple(buffers))
-
-
-class _Mapping(MappedFile):
-    """A mapping of a kept segment, which keeps a lease on it."""
-
-    __slots__ = ("_lease",)
-
-    def __init__(self, lease: SegmentLease) -> None:
-        super().__init__(lease.file.fd, lease.file.nbytes, is_private=True)
-        self._lease = lease
 
 
 class KeptSegment:

@@ -38,7 +38,6 @@ MAX_FREE_NBYTES = 512 << 20  # of segments that are kept for reuse
 MAX_FREE = 64  # segments that are kept for reuse: each may have a descriptor
 MAX_FREE_KEPT = 8  # of them, kept segments, whose descriptors their readers hold
 MAX_FREE_AGE = 256  # a free segment that was passed over by so many writes is closed
-WRITES_PER_LOOK = 16  # for such segments
 SPARE_BITS = 4  # a segment is up to an eighth larger than what it is made for: the next batch may be
 
 _OWNER = -1  # the writer itself, as a reader of its segments
@@ -54,7 +53,7 @@ class Segment:
         memory: The writer's own mapping.
         nbytes: Its capacity.
         readers: Who may still have arrays in it, and how many leases each has: one for each message that named it.
-        last_used: Count of writes when it was last taken.
+        free_since: Count of writes when it became free.
         is_spoiled: Whether it is to be closed, rather than reused, when nobody reads it any more.
         is_kept: Whether its readers hold its descriptor, rather than map it when it comes.
         lease: Of a segment that another process has written: this one's claim on it.
@@ -65,7 +64,7 @@ class Segment:
     memory: MappedFile | None
     nbytes: int
     readers: dict[int, int] = field(default_factory=dict)
-    last_used: int = 0
+    free_since: int = 0
     is_spoiled: bool = False
     is_kept: bool = False
     lease: SegmentLease | None = None
@@ -123,7 +122,7 @@ class SegmentPayload(Payload):
         self.placed, self.owner, self.is_kept = shared, owner, is_kept
 
 
-_nbytes, _last_used = attrgetter("nbytes"), attrgetter("last_used")
+_nbytes = attrgetter("nbytes")
 
 
 class SegmentWriter:
@@ -145,7 +144,7 @@ class SegmentWriter:
         self.kept_name, self._most_free_nbytes = kept_name, most_free_nbytes
         self.on_close: list[Callable[[int], None]] = []
         self._segments: dict[int, Segment] = {}
-        self._free: dict[int, Segment] = {}
+        self._free: dict[int, Segment] = {}  # in the order in which they became free
         self._n_writes = 0
         self._ids = itertools.count()
         self._written: ReferenceQueue[Segment] = ReferenceQueue()
@@ -208,10 +207,12 @@ class SegmentWriter:
                 left = segment.readers.pop(reader, 1) - 1
                 if left:
                     segment.readers[reader] = left
-                elif not segment.readers and (segment.is_spoiled or (segment.is_kept and self._has_enough_kept())):
-                    self._close(segment)
                 elif not segment.readers:
-                    self._free[number] = segment
+                    n_kept = sum(free.is_kept for free in self._free.values())
+                    if segment.is_spoiled or (segment.is_kept and n_kept >= MAX_FREE_KEPT):
+                        self._close(segment)
+                    else:
+                        self._free[number], segment.free_since = segment, self._n_writes
         if len(self._free) > MAX_FREE:
             self._trim()
 
@@ -238,21 +239,15 @@ class SegmentWriter:
         self._n_writes += 1
         fitting = [s for s in self._free.values() if nbytes <= s.nbytes <= 4 * nbytes and s.is_kept is is_kept]
         segment = self._free.pop(min(fitting, key=_nbytes).id) if fitting else self._create(nbytes, is_kept)
-        segment.last_used = self._n_writes
         self._trim()
         self.lease(segment, _OWNER)
         return segment
 
-    def _has_enough_kept(self) -> bool:
-        return sum(segment.is_kept for segment in self._free.values()) >= MAX_FREE_KEPT
-
     def _trim(self) -> None:
-        """Close free segments that are too many or, every now and then, too old."""
+        """Close the segments that have been free for longest, while those that are free are too many or too old."""
         excess = sum(map(_nbytes, self._free.values())) - self._most_free_nbytes
-        if excess <= 0 and len(self._free) <= MAX_FREE and self._n_writes % WRITES_PER_LOOK:
-            return
-        for segment in sorted(self._free.values(), key=_last_used):
-            is_young = self._n_writes - segment.last_used <= MAX_FREE_AGE
+        for segment in list(self._free.values()):
+            is_young = self._n_writes - segment.free_since <= MAX_FREE_AGE
             if excess <= 0 and len(self._free) <= MAX_FREE and is_young:
                 break
             excess -= segment.nbytes

@@ -6,7 +6,6 @@ Behind them, a worker whose Python code can run tells of the tasks of its event 
 from __future__ import annotations
 
 import json
-import linecache
 import re
 import sysconfig
 from collections.abc import Iterator
@@ -35,14 +34,15 @@ def readable(text: str) -> str:
     the coroutine that it waits for; of other threads that run a user's code, and of other tasks."""
     text, _, told = text.partition(TASKS)
     told, is_whole, _ = told.partition("\n")  # a worker that is asked by several tells all of them
-    awaited, tasks = map(with_source_lines, json.loads(told) if is_whole else ("", ""))
+    awaited, tasks = json.loads(told) if is_whole else ("", "")
     threads = list(_threads(text))
     others = [frames for heading, frames in threads if not heading.startswith(_CURRENT) and any(map(_is_users, frames))]
     mine = [frames for heading, frames in threads if heading.startswith(_CURRENT)]
     shown = [awaited] if awaited else [_waits(frames) or _shown(frames) for frames in mine]
     if tasks and any(_places(frames[-1:]) == _NEXT_REQUEST for frames in mine):
         shown = [_RUNS]
-    return "\n".join(filter(None, [_OTHER_THREADS.join(filter(None, [*shown, *map(_shown, others)])), tasks]))
+    stacks = _OTHER_THREADS.join(filter(None, [*shown, *map(_shown, others)]))
+    return with_source_lines("\n".join(filter(None, [stacks, tasks])))
 
 
 def can_tell_of_tasks(text: str) -> bool:
@@ -77,7 +77,7 @@ def _places(frames: list[re.Match[str]]) -> str:
 
 
 def _shown(frames: list[re.Match[str]]) -> str:
-    return "\n".join(map(_with_source, _users_part(frames)))
+    return "\n".join(f'  File "{f["file"]}", line {f["line"]}, in {f["function"]}' for f in _users_part(frames))
 
 
 def _users_part(frames: list[re.Match[str]]) -> list[re.Match[str]]:
@@ -88,9 +88,3 @@ def _users_part(frames: list[re.Match[str]]) -> list[re.Match[str]]:
 
 def _is_users(frame: re.Match[str]) -> bool:
     return not frame["file"].startswith((_PACKAGE, "<frozen", *_LIBRARIES))
-
-
-def _with_source(frame: re.Match[str]) -> str:
-    place = f'  File "{frame["file"]}", line {frame["line"]}, in {frame["function"]}'
-    source = linecache.getline(frame["file"], int(frame["line"])).strip() if frame["line"].isdigit() else ""
-    return f"{place}\n    {source}" if source else place

@@ -406,13 +406,12 @@ class ActivityWords:
         page: The memory of a status page; by default memory that nobody else reads.
     """
 
-    __slots__ = ("_beside", "indices", "times", "words")
+    __slots__ = ("indices", "times", "words")
 
     def __init__(self, page: memoryview | None = None) -> None:
         page = memoryview(bytearray(PAGE_NBYTES)) if page is None else page
         self.words, self.times = page.cast("Q"), page.cast("d")
         self.indices = _Indices(page)
-        self._beside: dict[object, tuple[str, float]] = {}
 
     def begin(self, method: str) -> None:
         """Show that a method runs from now on."""
@@ -432,22 +431,6 @@ class ActivityWords:
     def end(self) -> None:
         """Show that no method runs."""
         self.words[RUNNING] = 0
-
-    @contextlib.contextmanager
-    def beside(self, method: str) -> Iterator[None]:
-        """Show, until the block is left, that a method runs, perhaps besides others: the oldest is shown by name."""
-        token = object()
-        self._beside[token] = method, time.monotonic()
-        self._show_oldest()
-        try:
-            yield
-        finally:
-            del self._beside[token]
-            self._show_oldest()
-
-    def _show_oldest(self) -> None:
-        method, since = next(iter(self._beside.values()), ("", 0.0))
-        self.show(method, since, max(0, len(self._beside) - 1))
 
 
 class _Indices(dict[str, int]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import select
 from collections.abc import Sequence
 
@@ -13,13 +12,12 @@ from bandmaster.contract import Rows
 from bandmaster.errors.failure import Failure
 from bandmaster.wire.lane import TELL_S, Lane
 from bandmaster.wire.messages import (
-    HEADER_NBYTES,
     INLINE_NBYTES,
     Closed,
     MessageKind,
     ReplyKind,
     header_of,
-    read_call,
+    read_content,
     read_small_call,
     reply_message,
 )
@@ -106,7 +104,7 @@ class Loop:
                 self._requests.take(message)
                 continue
             if kind == MessageKind.ENVIRONMENT:
-                os.environ.update(pickle.loads(message[HEADER_NBYTES:]))
+                os.environ.update(read_content(message))
                 lane.body = None
                 continue
             outcome = self._called(kind, number, message)
@@ -132,7 +130,7 @@ class Loop:
         parts: Sequence[Payload] | memoryview
         readers = NO_ROWS
         if kind & MessageKind.CALL:
-            method, reply, parts, readers = claimed(self.lane, read_call(message), {})
+            method, reply, parts, readers = claimed(self.lane, read_content(message), {})
         else:
             method, reply, parts = read_small_call(message)
         self._page.begin(number)

@@ -305,11 +305,31 @@ class WorkerActor:
 class _ActorExecutor(Executor):
     """An `Executor` whose worker is also called by Ray's own tasks."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._beside: dict[object, tuple[str, float]] = {}
+
+    @contextlib.contextmanager
+    def shown(self, method: str) -> Iterator[None]:
+        """Show, until the block is left, that a method runs, perhaps besides others: the oldest is shown by name."""
+        token = object()
+        self._beside[token] = method, time.monotonic()
+        self._show_oldest()
+        try:
+            yield
+        finally:
+            del self._beside[token]
+            self._show_oldest()
+
+    def _show_oldest(self) -> None:
+        method, since = next(iter(self._beside.values()), ("", 0.0))
+        self.activity.show(method, since, max(0, len(self._beside) - 1))
+
     async def call_beside(
         self, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
     ) -> Payload | Rows | Failure | None:
         """Run one call on the event loop of the caller, where calls of async methods overlap; see `call`."""
-        with self.activity.beside(method):
+        with self.shown(method):
             try:
                 args, kwargs, value = self.begun(method, parts, rows)
                 if type(value) is CoroutineType:
@@ -444,7 +464,7 @@ def _ray_call(self: WorkerActor, fn: Callable[..., Any], /, *args: Any, **kwargs
     """Call ``fn`` with the user's object; Ray's own ``__ray_call__``, which this replaces, would pass the actor."""
     self._catch_up_with_what_is_there()
     self._patience_s = SHORT_S
-    with self._page.announce(OTHERS), self._executor.activity.beside("__ray_call__"):
+    with self._page.announce(OTHERS), self._executor.shown("__ray_call__"):
         return fn(self._executor.worker, *args, **kwargs)
 
 
