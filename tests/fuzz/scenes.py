@@ -598,16 +598,11 @@ def ask_for_items(group, rows, ranks):
     "ask_again": Scene(
         """
 def ask_again(group, rows, ranks):
-    async def main():
-        n = len(group.ask_rank.all().result())
-        again = group.ask_safely.options(retries=2)
-        asked = [asyncio.ensure_future(awaited(again(rows, 0.002 * (k % 4)))) for k in range(16)]
-        await asyncio.sleep(0.003)
-        try: await group.ask_end.options(replica=len(ranks) % n)()
-        except bm.WorkerDied: pass
-        found = await asyncio.gather(*asked, return_exceptions=n == 1)
-        return {show(one) for one in found if not isinstance(one, bm.WorkerDied)}
-    try: return len(asyncio.run(main())) <= 1
+    again = group.ask_safely.options(retries=2)
+    try:
+        n, found = asyncio.run(as_one_ends(group, len(ranks), again, rows, 16))
+        answers = [show(one) for one in found if not isinstance(one, bm.WorkerDied)]
+        return len(set(answers)) <= 1 and (n == 1 or len(answers) == len(found))
     finally: group.restart()
 """,
         restarted,
@@ -635,17 +630,9 @@ def ask_versions(group, rows, ranks):
     "ask_the_dead": Scene(
         """
 def ask_the_dead(group, rows, ranks):
-    async def ask(n):
-        try: return show(await group.ask(rows, 0.002 * (n % 4)))
-        except bm.WorkerDied: return "died"
-    async def main():
-        n = len(group.ask_rank.all().result())
-        asked = [asyncio.ensure_future(ask(n)) for n in range(24)]
-        await asyncio.sleep(0.003)
-        try: await group.ask_end.options(replica=len(ranks) % n)()
-        except bm.WorkerDied: pass
-        return set(await asyncio.gather(*asked))
-    try: return len(asyncio.run(main()) - {"died"}) <= 1
+    try:
+        _, found = asyncio.run(as_one_ends(group, len(ranks), group.ask, rows, 24))
+        return len({show(one) for one in found if not isinstance(one, bm.WorkerDied)}) <= 1
     finally: group.restart()
 """,
         restarted,

@@ -372,6 +372,18 @@ def answered(group):
     asked = [group.ask(0) for _ in range(9)]  # more than have a place at a time
     return len([one.result(timeout=20) for one in asked]) == 9
 """,
+    "as_one_ends": """
+async def as_one_ends(group, nth, ask, rows, n):
+    async def outcome(k):
+        try: return await ask(rows, 0.002 * (k % 4))
+        except bm.WorkerDied as error: return error
+    n_replicas = len(group.ask_rank.all().result())
+    asked = [asyncio.ensure_future(outcome(k)) for k in range(n)]
+    await asyncio.sleep(0.003)
+    try: await group.ask_end.options(replica=nth % n_replicas)()
+    except bm.WorkerDied: pass
+    return n_replicas, await asyncio.gather(*asked)
+""",
     "held_up": """
 def held_up(nth):
     reached, numbers = threading.Event(), itertools.count(1)
