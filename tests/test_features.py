@@ -39,7 +39,7 @@ SELECTED = [
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("room", ["flow", "requests", "output", "debugging", "tracing", "turns"])
+@pytest.mark.parametrize("room", ["flow", "requests", "answering", "output", "debugging", "tracing", "turns"])
 def test_the_path_works_without_a_feature(room, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(REMOVES)
     path = os.pathsep.join([str(tmp_path), str(Path(bandmaster.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])

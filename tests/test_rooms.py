@@ -28,8 +28,10 @@ ROOMS = {
     "hosts": "codec errors plan contract platform rows wire output",
     "roles": "codec plan worker",
     "worker_process": "codec errors plan worker contract platform rows wire roles",
-    "callers": "codec errors plan worker contract platform calls requests wire hosts worker_process",
-    "backends": "codec errors plan worker contract platform wire debugging output hosts worker_process callers",
+    "answering": "codec errors contract platform wire worker_process",
+    "callers": "codec errors plan worker contract platform calls requests wire hosts worker_process answering",
+    "backends": "codec errors plan worker contract platform wire debugging output hosts worker_process answering "
+    "callers",
     "pool": "errors plan worker contract platform backends",
     "tracing": "codec errors plan contract calls",
     "turns": "errors plan platform calls lifecycle",
@@ -51,7 +53,7 @@ ROOMS = {
 PATH = ["errors", "plan", "codec", "worker", "roles", "contract", "wire", "worker_process", "rows", "calls", "groups"]
 PATH += ["registration", "__init__"]
 PLACES = ["platform", "backends", "hosts", "lifecycle", "pool"]
-FEATURES = ["flow", "requests", "callers", "turns", "tracing", "output", "debugging"]
+FEATURES = ["flow", "requests", "answering", "callers", "turns", "tracing", "output", "debugging"]
 BESIDE = ["cli", "__main__", "testing", "single_controller", "compat", "rl"]
 
 

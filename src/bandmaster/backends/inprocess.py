@@ -38,7 +38,6 @@ from bandmaster.platform.locks import SigintSafeLock, check_not_held, run_if_fre
 from bandmaster.wire.segment_reader import RowReader, RowReaders
 from bandmaster.worker import Worker
 from bandmaster.worker_process.executor import Executor
-from bandmaster.worker_process.request_tasks import ReceivedRequest, RequestTasks
 
 
 class InProcessBackend(MachineBackend):
@@ -119,7 +118,7 @@ class InProcessWorkers:
         self.arrivals: int | None = None
         self._is_stopped = False
         self._running = threading.RLock()  # held while a method or a constructor runs
-        self._tasks: dict[int, RequestTasks] = {}  # by rank, once there was a request
+        self._tasks: dict[int, Any] = {}  # by rank, once there was a request
         self._open: dict[int, dict[int, InProcessTicket]] = {rank: {} for rank in here}  # requests, by number
         self._numbers = itertools.count()
         self._news = threading.Condition()  # notified when a request has ended
@@ -173,6 +172,8 @@ class InProcessWorkers:
         self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[contract.Ticket]], object]
     ) -> None:
         """Run requests on the event loop of a rank; see `contract.Workers.request`."""
+        from bandmaster.answering.request_tasks import ReceivedRequest, RequestTasks
+
         self._check_idle()
         overtakes = requests[0].method == MORE_ITEMS  # also a call that waits, which holds the lock
         with contextlib.nullcontext() if overtakes else self._running:
@@ -192,9 +193,7 @@ class InProcessWorkers:
                 self._tasks[rank] = RequestTasks(self._executors[rank], partial(self._ended, rank))
             self._tasks[rank].start(numbered)
 
-    def _ended(
-        self, rank: int, request: ReceivedRequest, outcome: Payload | Rows | Failure | None, times: bytes | None
-    ) -> None:
+    def _ended(self, rank: int, request: Any, outcome: Payload | Rows | Failure | None, times: bytes | None) -> None:
         """Take the outcome of a request, on the event loop."""
         if (tasks := self._tasks.get(rank)) is not None:
             tasks.count(1)

@@ -30,7 +30,7 @@ from bandmaster.wire.segments import SegmentWriter
 from bandmaster.wire.status_page import StatusPage, WorkerIdentity
 from bandmaster.worker import WorkerContext
 from bandmaster.worker_process.executor import Executor
-from bandmaster.worker_process.loop import Loop
+from bandmaster.worker_process.loop import AnswersRequests, Loop
 from bandmaster.worker_process.rendezvous import Rendezvous
 
 GONE_S = 1.5  # time for killed processes to end
@@ -292,7 +292,7 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
         page.told_of_tasks, executor.begins_event_loop = executor.told_of_tasks, page.has_event_loop
         lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(kept_name(os.getpid())))
         os.register_at_fork(after_in_child=lane.socket.close)  # else a fork would hide this worker's end
-        Loop(lane, executor, page).run()
+        Loop(lane, executor, page, _answers).run()
         executor.close()
         for one in rendezvous:
             one.close()
@@ -303,6 +303,12 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def _answers(executor: Executor, lane: Lane) -> AnswersRequests:
+    from bandmaster.answering.requests import Requests
+
+    return Requests(executor, lane)
 
 
 def _take_on(spawn: Spawn) -> None:

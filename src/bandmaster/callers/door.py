@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+from bandmaster.answering.requests import Requests
 from bandmaster.callers.circles import Circles
 from bandmaster.callers.passed import FIND, FarCalls, PassedCalls
 from bandmaster.callers.reached import DIED, ELSEWHERE, FAR, MOVED, READY, SHUT, Asked, FarPlace
@@ -34,7 +35,6 @@ from bandmaster.wire.segment_reader import RowReaders
 from bandmaster.wire.segments import SegmentWriter
 from bandmaster.worker_process.call_path import PATH, Process, conflict, earlier, refusal
 from bandmaster.worker_process.executor import Arguments, Executor
-from bandmaster.worker_process.requests import Requests
 
 OPTIONS = "bandmaster.options"  # the keyword with the options of a relayed call
 ALL = "bandmaster.all"  # of them: whether it is for all replicas
@@ -249,7 +249,8 @@ class ControllersRelay(Executor):
             return MOVED, ELSEWHERE
         return answer, said._replace(secret=None) if answer == FAR else said
 
-    def _begun_generator(self, args: Sequence[Any], kwargs: dict[str, Any], kind: Any) -> Any:
+    def begun_generator(self, args: Sequence[Any], kwargs: dict[str, Any], kind: Any) -> Any:
+        """The items of a stream of the group."""
         made, _, _ = self._method(kwargs.pop(METHOD), kwargs)
         return _items_of(made.stream(*args, **kwargs))
 

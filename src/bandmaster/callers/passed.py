@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from bandmaster.answering.request_tasks import Outcome, ReceivedRequest, RequestTasks
 from bandmaster.callers.reached import FAR, READY, SHUT, Asked, closed
 from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import Reply
@@ -26,7 +27,6 @@ from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.wire.messages import INLINE_NBYTES, inline
 from bandmaster.wire.segment_reader import RowReaders
 from bandmaster.worker_process.executor import Arguments, Executor
-from bandmaster.worker_process.request_tasks import Outcome, ReceivedRequest, RequestTasks
 
 FIND = "bandmaster.find"  # in place of a method: where a rank is
 _CLOSED = "group was closed; its workers cannot be called any more"

@@ -2,7 +2,7 @@
 
 ::
 
-    call ── begun: decode the arguments, rows of other calls included ── a method of the worker, or one of `_OWN`
+    call ── begun: decode the arguments, rows of other calls included ── a method of the worker, or one of `own_methods`
          ── _value: wait for a coroutine on the worker's event loop ── encode the value, or describe the failure
 """
 
@@ -14,7 +14,6 @@ import pickle
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from time import monotonic, monotonic_ns
 from types import CoroutineType
 from typing import Any
@@ -23,13 +22,9 @@ from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import (
     CLOSE_STREAM,
     CONSTRUCT,
-    FIRST_ITEMS,
     KEPT_FROM_NBYTES,
-    MAXSIZE,
     METHOD,
-    MORE_ITEMS,
     NEXT,
-    OPEN_ITEMS,
     OPEN_STREAM,
     PRELOAD,
     RUN,
@@ -48,7 +43,6 @@ from bandmaster.wire.status_page import RUNNING, SINCE, ActivityWords, Interrupt
 from bandmaster.worker import Report, Worker, WorkerContext, load_class, make_worker
 from bandmaster.worker_process.call_path import PATH, RunningCall, earlier, here, running
 from bandmaster.worker_process.event_loop import EventLoopThread
-from bandmaster.worker_process.item_stream import ItemStream
 from bandmaster.worker_process.kept_rows import with_rows
 
 END = object()  # in place of an item: the generator has none any more
@@ -68,6 +62,8 @@ class Executor:
         hold: Returns a context manager that defers interrupts: `StatusPage.hold` if the worker has its own process,
             else a `SigintSafeLock`, which defers Ctrl-C.
         begins_event_loop: Called before the event loop begins.
+        own_methods: What is called in place of a method of the worker, with this, by the name that a call gives.
+        generators: Those that have begun and not ended, by the name of their stream.
         worker: The user's object; None before it is constructed and after `close`.
     """
 
@@ -84,12 +80,13 @@ class Executor:
         self.times: bytes | None = None
         self.worker: Worker | None = None
         self.begins_event_loop: Callable[[], object] = bool
+        self.own_methods = dict(_OWN_METHODS)
         self._marks: list[int] | None = None  # moments in ns of the call that runs, if it is timed
         self._context: WorkerContext | None = None
         self._loop: EventLoopThread | None = None
         self._awaited: Coroutine[Any, Any, Any] | None = None
         self._has_path = False  # whether a call was one of another worker, so that the path has to be set for each
-        self._generators: dict[str, Any] = {}  # those that have begun and not ended, by the name of their stream
+        self.generators: dict[str, Any] = {}
 
     def prepare(self, context: WorkerContext) -> None:
         """Set the attributes that the worker has before its constructor runs."""
@@ -159,7 +156,7 @@ class Executor:
         if PATH in kwargs or self._has_path:
             self._has_path = True
             earlier.set(kwargs.pop(PATH, ()))
-        own = _OWN.get(method)
+        own = self.own_methods.get(method)
         if own is not None:
             return (), {}, own(self, *args, **kwargs)
         if self._marks is not None:
@@ -259,10 +256,11 @@ class Executor:
     def _open_stream(self, /, *args: Any, **kwargs: Any) -> Any:
         """Begin a generator method, and return its first item as `_next_item` does."""
         stream = kwargs.pop(STREAM)
-        self._generators[stream] = self._begun_generator(args, kwargs, Generator | AsyncGenerator)
+        self.generators[stream] = self.begun_generator(args, kwargs, Generator | AsyncGenerator)
         return self._next_item(stream)
 
-    def _begun_generator(self, args: Sequence[Any], kwargs: dict[str, Any], kind: Any) -> Any:
+    def begun_generator(self, args: Sequence[Any], kwargs: dict[str, Any], kind: Any) -> Any:
+        """The generator that a method returns, whose name is among the keyword arguments; raises if it has no yield."""
         generator = getattr(self.worker, kwargs.pop(METHOD))(*args, **kwargs)
         if not isinstance(generator, kind):
             raise TypeError(f"a method with yield returned {type(generator).__name__} instead of a generator")
@@ -274,7 +272,7 @@ class Executor:
         Raises:
             LookupError: The generator has ended, was closed, or was never begun here.
         """
-        generator = self._generators.get(stream)
+        generator = self.generators.get(stream)
         if generator is None:
             raise LookupError(
                 "this worker has no open generator of the stream: it was closed, or the worker was replaced or "
@@ -288,40 +286,26 @@ class Executor:
             item = next(generator, END)
         finally:
             if item is END:  # it has ended, or has raised
-                del self._generators[stream]
+                del self.generators[stream]
         return item
 
     async def _next_of_async(self, stream: str, generator: AsyncGenerator[Any, Any]) -> Any:
         try:
             return await anext(generator)  # with a default, stacks would not show where the generator waits
         except BaseException as error:
-            self._generators.pop(stream, None)
+            self.generators.pop(stream, None)
             if isinstance(error, StopAsyncIteration):
                 return END
             raise
 
     def _close_stream(self, stream: str) -> Any:
         """Have a generator run its ``finally`` blocks; returns a coroutine that does so if it is async."""
-        generator = self._generators.pop(stream, None)
+        generator = self.generators.pop(stream, None)
         if isinstance(generator, AsyncGenerator):
             return _closed(generator)
         if generator is not None:
             generator.close()
         return None
-
-    # --- streams of requests, on the event loop ---
-
-    def _open_items(self, /, *args: Any, **kwargs: Any) -> ItemStream:
-        stream, limit, method = kwargs.pop(STREAM), kwargs.pop(MAXSIZE), kwargs[METHOD]
-        generator = self._begun_generator(args, kwargs, AsyncGenerator)
-        made = ItemStream(method, generator, limit, partial(self._generators.pop, stream, None))
-        self._generators[stream] = made
-        return made
-
-    async def _take_items(self, stream: str, limit: int) -> tuple[list[Payload], bool]:
-        """The items of a stream; see `ItemStream.take`. One that is not here has ended."""
-        found = self._generators.get(stream)
-        return ([], True) if found is None else await found.take(limit)
 
     # --- async methods ---
 
@@ -374,18 +358,15 @@ class Executor:
         if isinstance(self.worker, Roles):
             self.worker.drop_workers()
         self.worker = self._loop = None
-        self._generators = {}
+        self.generators = {}
 
 
 _BEFORE_CALLS = {PRELOAD: Executor._preload, CONSTRUCT: Executor._construct}
-_OWN: dict[str, Callable[..., Any]] = {
+_OWN_METHODS: dict[str, Callable[..., Any]] = {
     RUN: Executor._run,
     OPEN_STREAM: Executor._open_stream,
     NEXT: Executor._next_item,
     CLOSE_STREAM: Executor._close_stream,
-    OPEN_ITEMS: Executor._open_items,
-    FIRST_ITEMS: Executor._take_items,
-    MORE_ITEMS: Executor._take_items,
 }
 
 

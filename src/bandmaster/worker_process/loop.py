@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import select
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from bandmaster.codec import Payload
 from bandmaster.contract import Rows
@@ -24,10 +25,20 @@ from bandmaster.wire.messages import (
 from bandmaster.wire.segment_reader import NO_ROWS
 from bandmaster.wire.status_page import StatusPage
 from bandmaster.worker_process.executor import Executor
-from bandmaster.worker_process.requests import Requests, claimed, new_reports, reply
+from bandmaster.worker_process.lane_calls import claimed, new_reports, reply
 
 FENCE_LOOK_S, FENCE_MOST_S = 0.001, 0.05  # between two looks whether the worker may go on, at first and at most
 _log = logging.getLogger(__name__)
+
+
+class AnswersRequests(Protocol):
+    """The requests of callers that run beside each other, from when there was one; they say which message is next."""
+
+    def take(self, message: memoryview) -> None:
+        """Take the first message with requests or a caller."""
+
+    def next_message(self) -> tuple[Lane, memoryview]:
+        """Wait for the next message that is for no request, and may begin; and its lane."""
 
 
 class Loop:
@@ -43,14 +54,22 @@ class Loop:
         lane: The lane to the controller.
         executor: Runs the calls.
         page: The status page of this worker.
+        answers: Makes what answers requests, if this worker may get any.
     """
 
-    def __init__(self, lane: Lane, executor: Executor, page: StatusPage) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        executor: Executor,
+        page: StatusPage,
+        answers: Callable[[Executor, Lane], AnswersRequests] | None = None,
+    ) -> None:
         self.lane, self._executor, self._page = lane, executor, page
         self._controller = lane
         self._error: BaseException | None = None  # raised outside of a method, and not handled yet
         self._failed = 0  # number of a failed call that other ranks may still run
-        self._requests: Requests | None = None  # once there was one
+        self._answers = answers
+        self._requests: AnswersRequests | None = None  # once there was one
 
     def run(self) -> bool:
         """Serve the lane until the controller closes or pauses it.
@@ -99,8 +118,9 @@ class Loop:
             kind, number = header_of(message)
             if kind == MessageKind.PAUSE:
                 return False
-            if kind in (MessageKind.REQUESTS, MessageKind.CALLER):  # from here on, the requests say which is next
-                self._requests = Requests(executor, lane)
+            if kind in (MessageKind.REQUESTS, MessageKind.CALLER):
+                assert self._answers is not None, "nobody sends requests to verl's workers"
+                self._requests = self._answers(executor, lane)
                 self._requests.take(message)
                 continue
             if kind == MessageKind.ENVIRONMENT:

@@ -8,6 +8,7 @@ from functools import partial
 from time import monotonic, monotonic_ns
 from typing import Any, NamedTuple
 
+from bandmaster.answering.item_stream import OWN_METHODS, ItemStream
 from bandmaster.codec import Payload
 from bandmaster.contract import CALLS_BACK, FIRST_ITEMS, MORE_ITEMS, TIMES, Reply, Rows
 from bandmaster.errors.failure import Failure, FailureKind
@@ -15,7 +16,6 @@ from bandmaster.wire.segment_reader import NO_ROWS, RowReaders
 from bandmaster.wire.status_page import N_TASKS
 from bandmaster.worker_process.call_path import RunningCall, running
 from bandmaster.worker_process.executor import Executor
-from bandmaster.worker_process.item_stream import ItemStream
 
 Outcome = Payload | Rows | Failure | None
 _CANCELLED = Failure(FailureKind.CANCELLED, "cancelled by the caller")
@@ -53,6 +53,7 @@ class RequestTasks:
 
     def __init__(self, executor: Executor, ended: Callable[[ReceivedRequest, Outcome, bytes | None], object]) -> None:
         self._executor, self._ended = executor, ended
+        executor.own_methods.update(OWN_METHODS)
         self._loop = executor.event_loop()
         self._n_started = self._n_ended = 0  # each is counted by one thread
         self._tasks: dict[int, asyncio.Task[None]] = {}

@@ -11,10 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from bandmaster.codec import Payload
+from bandmaster.contract import FIRST_ITEMS, MAXSIZE, METHOD, MORE_ITEMS, OPEN_ITEMS, STREAM
 from bandmaster.errors.failure import Failure
+from bandmaster.worker_process.executor import Executor
 
 
 class ItemStream:
@@ -113,3 +116,24 @@ class ItemStream:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         await waiter  # not an `asyncio.Event`, which stacks would show
+
+
+def _open_items(executor: Executor, /, *args: Any, **kwargs: Any) -> ItemStream:
+    stream, limit, method = kwargs.pop(STREAM), kwargs.pop(MAXSIZE), kwargs[METHOD]
+    generator = executor.begun_generator(args, kwargs, AsyncGenerator)
+    made = ItemStream(method, generator, limit, partial(executor.generators.pop, stream, None))
+    executor.generators[stream] = made
+    return made
+
+
+async def _take_items(executor: Executor, stream: str, limit: int) -> tuple[list[Payload], bool]:
+    """The items of a stream; see `ItemStream.take`. One that is not here has ended."""
+    found = executor.generators.get(stream)
+    return ([], True) if found is None else await found.take(limit)
+
+
+OWN_METHODS: dict[str, Callable[..., Any]] = {
+    OPEN_ITEMS: _open_items,
+    FIRST_ITEMS: _take_items,
+    MORE_ITEMS: _take_items,
+}
