@@ -921,6 +921,29 @@ def test_event_loops_that_have_ended_are_collected(group):
     assert [loop() for loop in loops] == [None] * 3
 
 
+def test_a_group_is_collected_though_an_event_loop_was_closed_before_its_requests_had_ended(make_group, gate):
+    """Ctrl-C leaves such loops, also of groups that were closed since."""
+
+    def ask(loop):
+        group, known = make_group(1, Rollout), []
+
+        async def begin():
+            known.append(asyncio.ensure_future(awaited(group.hold(gate.folder, "0"))))
+            await gate.awaits("0")
+
+        loop.run_until_complete(begin())
+        known[0].get_loop().set_exception_handler(lambda *_: None)  # else it tells of its task
+        group.close()
+        return weakref.ref(group)
+
+    loop = asyncio.new_event_loop()
+    known = ask(loop)
+    loop.close()
+    del loop
+    gc.collect()
+    assert known() is None
+
+
 def test_requests_that_are_late_at_the_same_time(group, gate):
     async def ask(n):
         with pytest.raises(bm.CallTimeout):

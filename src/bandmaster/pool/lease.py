@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from bandmaster.backends import get_backend
+from bandmaster.contract import Backend
 from bandmaster.errors import PlacementError, UsageError
 from bandmaster.plan.placement import RESERVING, Node, Request, assign_nodes, cannot_place
 from bandmaster.platform.locks import check_not_held
@@ -79,7 +80,7 @@ class Lease:
             if not self.is_reserved:
                 backend = get_backend(self.backend)
                 reservation = backend.reserve(self.request, self._timeout_s)
-                self._release = weakref.finalize(self, backend.release, reservation)
+                self._release = weakref.finalize(self, _released, backend, reservation)
                 self.reservation = reservation
             if self.is_closed:  # another thread closed it meanwhile
                 self._end()
@@ -159,13 +160,17 @@ class Lease:
         self._end()
 
     def _end(self) -> None:
-        if self._release is None:
-            return
-        try:
+        if self._release is not None:
             self._release()
-        except BaseException:  # Ctrl-C: each step of a release may be taken again
-            get_backend(self.backend).release(self.reservation)
-            raise
+
+
+def _released(backend: Backend, reservation: Any) -> None:
+    """Release the slots of a reservation."""
+    try:
+        backend.release(reservation)
+    except BaseException:  # Ctrl-C, also during a collection: each step of a release may be taken again
+        backend.release(reservation)
+        raise
 
 
 SlotKey = tuple[Lease, int, int]  # what identifies a slot: node of the pool, and index there

@@ -7,23 +7,27 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from weakref import WeakKeyDictionary, ref
+from typing import Any
+from weakref import ref
 
 from bandmaster.contract import Workers
 from bandmaster.requests.request import Request
 
-_readers: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopReader] = WeakKeyDictionary()
+_READER = "_bandmaster_reader"  # attribute of event loops
 
 
 class LoopReader:
     """Reads the replies of the workers that requests of one event loop wait for, when something has arrived.
+
+    It is an attribute of its event loop, as it refers to futures which refer to that: a table of them by event loop,
+    though it had weak keys, would keep all that requests refer to which were open as their event loop ended.
 
     Args:
         loop: The event loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = ref(loop)  # which is the key of this
+        self._loop = ref(loop)  # which has this
         self._arrived: deque[asyncio.Future[None]] = deque()  # that `tell` was called with
         self._soon: deque[Callable[[], object]] = deque()
         self._requests: dict[Request, None] = {}  # those that are waited for
@@ -38,11 +42,12 @@ class LoopReader:
         return loop
 
     @classmethod
-    def of(cls, loop: asyncio.AbstractEventLoop) -> LoopReader:
+    def of(cls, loop: Any) -> LoopReader:
         """The reader of an event loop."""
-        reader = _readers.get(loop)
+        reader: LoopReader | None = getattr(loop, _READER, None)
         if reader is None:
-            reader = _readers[loop] = cls(loop)
+            reader = cls(loop)
+            setattr(loop, _READER, reader)
         return reader
 
     @classmethod
