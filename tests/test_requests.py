@@ -14,6 +14,7 @@ from collections import Counter
 import numpy as np
 import psutil
 import pytest
+from ctrl_c import pressed
 
 import bandmaster as bm
 from bandmaster import Dispatch, Only, Route, TransferProtocol, register
@@ -755,6 +756,37 @@ def test_one_that_waits_for_a_place_can_be_cancelled(group, gate):
 
     asyncio.run(main())
     assert not gate.has_begun("never")
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_ctrl_c_as_a_request_is_cancelled_that_another_event_loop_awaits(make_group, gate):
+    group = make_group(1, Rollout)
+    held = [group.hold.submit(gate.folder, str(n)) for n in range(3)]
+    gate.wait_for(*"012")
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def submitted():
+        return group.hold(gate.folder, "3")
+
+    try:
+        n, was_pressed = 0, True
+        while was_pressed:
+            n += 1
+            waiting = asyncio.run_coroutine_threadsafe(submitted(), loop).result(DEADLINE)
+            ended = asyncio.run_coroutine_threadsafe(awaited(waiting), loop)
+            was_pressed = pressed(waiting.cancel, n)
+            waiting.cancel()  # Ctrl-C may have come before the first one had begun
+            with pytest.raises(bm.CallCancelled):
+                ended.result(DEADLINE)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+    gate.open()
+    assert [future.result(DEADLINE) for future in held] == [0] * 3
+    assert n > 5, "Ctrl-C came in between"
 
 
 @pytest.mark.backends("local", "ray")  # in one process, a call has run by the time it is sent

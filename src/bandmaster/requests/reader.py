@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -115,12 +114,16 @@ class LoopReader:
         return True
 
     def _wake_soon(self) -> None:
-        if not (self._is_reading or self._is_scheduled):
+        loop = self._loop()
+        if loop is None or self._is_reading or self._is_scheduled:
+            return
+        try:
             self._is_scheduled = True
-            loop = self._loop()
-            if loop is not None:
-                with contextlib.suppress(RuntimeError):  # the event loop was closed
-                    loop.call_soon_threadsafe(self._wake)
+            loop.call_soon_threadsafe(self._wake)
+        except BaseException as error:  # Ctrl-C, or the event loop was closed
+            self._is_scheduled = False
+            if not isinstance(error, RuntimeError):
+                raise
 
     def _read(self, fd: int, workers: Workers) -> None:
         """Take what has arrived, in the event loop."""

@@ -280,16 +280,24 @@ class Request(RowsResult):
         self.end()
 
     def cancel(self) -> bool:
-        """Cancel it: its coroutine is cancelled, or it is not sent. After Ctrl-C, it can be cancelled again."""
-        if self.is_done:
+        """Cancel it: its coroutine is cancelled, or it is not sent. False if it had ended."""
+        if self.is_done and not self.is_cancelled:
             return False
+        try:
+            return self._cancel()
+        except BaseException:  # Ctrl-C: each step may be taken again
+            self._cancel()
+            raise
+
+    def _cancel(self) -> bool:
+        had_ended = self.is_done
         self.is_cancelled = True  # first: it is not sent any more
-        if self.replicas:
+        if self.replicas and not had_ended:
             self.workers.interrupt(self._unanswered)
         else:
             self.end()
         self.router.withdraw(self)
-        return True
+        return not had_ended
 
     def expire(self, why: BaseException) -> None:
         """Cancel it for a reason, which is its error at once, though its coroutine may have to end."""
