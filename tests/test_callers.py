@@ -69,6 +69,20 @@ class Rollout(bm.Worker):
         await asyncio.sleep(0.01)
         return version
 
+    @register(Dispatch.ONE_TO_ALL)
+    def loaded(self):
+        return self.version
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_slowly(self, folder):
+        (folder / f"begun {self.rank}").touch()
+        try:
+            while not (folder / "gate").exists():
+                time.sleep(0.001)
+        except KeyboardInterrupt:
+            (folder / f"cancelled {self.rank}").touch()
+            raise
+
     @register(Dispatch.DP_PROTO)
     def double(self, rows):
         return rows * 2
@@ -313,6 +327,48 @@ def test_an_error_that_a_method_lets_through_is_known_in_the_controller(agents):
 
 
 # --- order --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.backends("local", "ray")
+def test_calls_of_a_worker_begin_in_the_order_in_which_it_has_made_them(agents, tmp_path):
+    def calls(rollout, folder, version):
+        held = rollout.hold(folder)
+        first = rollout.load.submit(version)
+        second, request = rollout.loaded.submit(), rollout.slow_version()
+        (folder / "gate").touch()
+        return second.result(), request.result(), first.result()[0][0], held.result() in (0, 1)
+
+    for n in range(10):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        for second, request, *_ in agents.do(calls, folder, n + 1):
+            assert (second, request) == ([n + 1] * 2, n + 1)
+
+
+@pytest.mark.backends("local", "ray")
+def test_values_of_calls_of_all_ranks_are_not_kept_in_the_worker(agents):
+    def calls(rollout):
+        import gc
+        import weakref
+
+        known = [weakref.ref(rollout.double(np.arange(5))) for _ in range(5)]
+        rollout.load(0)
+        gc.collect()
+        return [one() is None for one in known]
+
+    assert agents.do(calls) == [[True] * 5] * 2
+
+
+@pytest.mark.backends("local", "ray")
+def test_an_interrupted_call_of_a_worker_is_cancelled(own, tmp_path):
+    _, agents = own
+    future = agents.do.submit(lambda rollout, folder: rollout.load_slowly(folder), tmp_path)
+    wait_for(tmp_path / "begun 0")
+    future.cancel()
+    wait_for(tmp_path / "cancelled 0")
+    wait_for(tmp_path / "cancelled 1")
+    with pytest.raises(bm.CallCancelled):
+        future.result(DEADLINE)
 
 
 async def _read(group):

@@ -335,6 +335,26 @@ def test_several_take_from_one_map(group, takers):
     assert sorted(row for parts in found for part in parts for row in part.numbers) == list(range(30))
 
 
+def test_a_map_goes_on_though_a_request_of_its_method_waits(group):
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def ask():
+        return await group.one.options(min_version=9)(0)
+
+    try:
+        waiting = asyncio.run_coroutine_threadsafe(ask(), loop)
+        start = time.monotonic()
+        assert group.one.map(list(range(9)), in_flight=1).result() == list(range(9))
+        assert time.monotonic() - start < 9
+        waiting.cancel()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
 def test_several_maps_at_a_time_share_the_replicas(group):
     maps = [group.one.map(list(range(60))) for _ in range(5)]
     assert group.one(7).result(DEADLINE) == 7

@@ -30,6 +30,18 @@ def gpus(monkeypatch):
     monkeypatch.setattr(machine, "count_gpus", lambda: N_GPUS)
 
 
+def test_gpus_of_a_pool_that_was_dropped_are_free(gpus):
+    gc.disable()
+    try:
+        cycle = [bm.ResourcePool([N_GPUS], backend="local", use_gpu=True).reserve()]
+        cycle.append(cycle)
+        del cycle
+        with bm.ResourcePool([N_GPUS], backend="local", use_gpu=True) as pool:
+            pool.reserve()
+    finally:
+        gc.enable()
+
+
 @pytest.fixture
 def threads_alternate():
     """After a few steps each."""

@@ -1,5 +1,6 @@
 """What is true of backend ``"ray"`` alone. Programs that start a Ray of their own run in a process of their own."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -121,6 +122,20 @@ def test_ray_client_is_refused(monkeypatch, is_connected):
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     with pytest.raises(bm.UsageError, match=r"Ray Client .*run the script on a node of the cluster"):
         backend.inventory()
+
+
+def test_gpus_of_a_pool_that_was_dropped_are_free(ray_cluster):
+    n = int(ray_cluster.cluster_resources()["GPU"])
+    gc.disable()
+    try:
+        pool = bm.ResourcePool([n], backend="ray", use_gpu=True).reserve()
+        cycle = [pool]
+        cycle.append(cycle)
+        del pool, cycle
+        with bm.ResourcePool([n], backend="ray", use_gpu=True, placement_timeout=10) as pool:
+            pool.reserve()
+    finally:
+        gc.enable()
 
 
 class UsesRay(bm.Worker):

@@ -49,6 +49,15 @@ class Rollout(bm.Worker):
             self.log.append(f"end {name}")
         return self.rank
 
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def stubborn(self, folder):
+        """Go on after a cancellation until the file "gate" is there."""
+        (folder / "begun stubborn").touch()
+        while not (folder / "gate").exists():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.001)
+        return self.rank
+
     @register(Dispatch.REQUEST, concurrency=64)
     async def meet(self, n):
         """Return when n requests are here at the same time."""
@@ -113,6 +122,14 @@ class Rollout(bm.Worker):
         pass
 
     @register(Dispatch.ONE_TO_ALL)
+    def die_or_stick(self, rank):
+        """End one rank, and have the others take no interrupt."""
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        time.sleep(600)
+
+    @register(Dispatch.ONE_TO_ALL)
     def fail_on(self, rank):
         if self.rank == rank:
             raise ValueError(f"rank {rank}")
@@ -139,6 +156,10 @@ class Engine(bm.Worker):
     @register(Dispatch.REQUEST, concurrency=8)
     async def score(self):
         return self.rank
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def items(self):
+        yield self.rank
 
     @register(Dispatch.REQUEST, concurrency=8)
     async def claim(self, load):
@@ -344,6 +365,45 @@ def test_ranks_of_a_replica_get_the_same_requests_in_one_order(make_group):
     assert [group.who.options(replica=replica)().result(DEADLINE) for replica in (0, 1)] == [1, 3]
 
 
+class Pair(bm.Worker):
+    """Rank 0 waits for rank 1, as in a collective."""
+
+    @register(TransferProtocol(Route("dp"), Only(tp=0)), concurrency=4)
+    async def step(self, how):
+        if how == "well":
+            return self.rank
+        if self.rank == 0 and how == "stuck":
+            time.sleep(600)  # the event loop takes no cancellation
+        elif self.rank == 0:
+            await asyncio.Event().wait()
+        elif how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("the first cause")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def after(self):
+        return self.rank
+
+
+@pytest.mark.parametrize("how", ["raises", "dies", "stuck"])
+def test_the_other_ranks_of_a_replica_do_not_wait_for_one_that_has_failed(make_group, how):
+    group = make_group(bm.Mesh(dp=1, tp=2), Pair)
+    if how != "raises" and isinstance(group.workers[0], Pair):
+        pytest.skip("ranks of backend inprocess share their process with this test")
+    group.set_default_options(grace=0.5)
+    assert group.step("well").result(DEADLINE) == 0
+    with pytest.raises(bm.WorkerDied if how == "dies" else bm.RemoteError) as caught:
+        group.step(how).result(DEADLINE)
+    assert "rank 1" in str(caught.value)
+    if how == "raises":
+        assert "the first cause" in str(caught.value) and group.after() == [0, 1]
+        assert group.step("well").result(DEADLINE) == 0
+    if how == "stuck":
+        assert "had not stopped 0.5 s after Pair.step failed on rank 1 (ValueError: the first cause)" in str(
+            caught.value
+        )
+
+
 def test_requests_and_calls_of_one_caller_begin_in_their_order(make_group):
     group = make_group(1, Ordered)
 
@@ -472,6 +532,60 @@ def test_a_request_waits_for_its_version(make_group):
     group.load(3)
     thread.join(DEADLINE)
     assert found in ([0], [1])
+
+
+@pytest.mark.parametrize("ends", ["close", "restart"])
+def test_one_that_waits_for_its_version_ends_with_the_workers(make_group, ends):
+    group = make_group(1, Engine)
+
+    async def main():
+        waiting = asyncio.ensure_future(awaited(group.chat.options(min_version=7)()))
+        await group.score()
+        await asyncio.to_thread(getattr(group, ends))
+        with pytest.raises((bm.WorkerDied, bm.ClosedError)):
+            await waiting
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE))
+
+
+@pytest.mark.backends("local", "ray")
+def test_one_that_waits_for_its_version_ends_with_the_last_replica(make_group):
+    group = make_group(1, Engine)
+
+    async def main():
+        waiting = asyncio.ensure_future(awaited(group.chat.options(min_version=7)()))
+        await group.score()
+        with pytest.raises(bm.WorkerDied):
+            await group.die()
+        with pytest.raises(bm.WorkerDied):
+            await waiting
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE))
+
+
+def test_late_ones_say_what_they_wait_for(make_group, gate):
+    group = make_group(2, Engine)
+
+    async def main():
+        with pytest.raises(bm.CallTimeout, match="version 7 of its weights: replica 0 none, replica 1 none"):
+            async for _ in group.items.options(min_version=7, timeout=0.1).stream():
+                pass
+        with pytest.raises(bm.CallTimeout, match="version 7 of its weights: replica 1 none;"):
+            await group.chat.options(min_version=7, replica=1, timeout=0.1)()
+        held = [group.narrow.options(key="k")(gate.folder)]
+        with pytest.raises(bm.CallTimeout, match=r"replica \d, to which key='k' went before, runs 1 requests"):
+            await group.narrow.options(key="k", timeout=0.1)(gate.folder)
+        held.append(group.narrow(gate.folder))
+        with pytest.raises(bm.CallTimeout, match="replica 1 runs 1 requests"):
+            await group.narrow.options(replica=1, timeout=0.1)(gate.folder)
+        with pytest.raises(bm.CallTimeout, match="each of the 2 replicas runs 1 requests"):
+            await group.narrow.options(timeout=0.1)(gate.folder)
+        gate.open()
+        await asyncio.gather(*map(awaited, held))
+
+    asyncio.run(main())
+    with pytest.raises(bm.UsageError, match="min_version=7"):
+        group.chat.options(min_version=7).all()
 
 
 @pytest.mark.backends("local", "ray")
@@ -631,6 +745,22 @@ def test_one_future_is_awaited_by_several_tasks(group, gate, opens_soon):
         return await asyncio.gather(*[awaited(future) for _ in range(3)])
 
     assert asyncio.run(main()) == [1, 1, 1]
+
+
+def test_a_task_waits_on_though_another_one_that_awaits_the_same_future_is_cancelled(group, gate):
+    async def main():
+        future = group.stubborn(gate.folder)
+        await gate.awaits("stubborn")
+        first, second = (asyncio.ensure_future(awaited(future)) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        await group.chat("a")
+        await asyncio.sleep(0.05)
+        gate.open()
+        with pytest.raises(bm.CallCancelled):
+            await second
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE))
 
 
 def test_callbacks_are_called(group):
@@ -876,6 +1006,16 @@ def test_a_dead_replica_fails_its_requests_and_gets_no_more(make_group, gate):
     while replacing.is_alive():  # nobody meets a rank that is not constructed yet
         assert group.chat("a").result(DEADLINE)[1] == "aa"
     assert group.chat.all("a").result(DEADLINE) == [(rank, "aa") for rank in range(3)]
+
+
+@pytest.mark.backends("local", "ray")
+def test_a_rank_that_is_stuck_after_a_death_is_ended_though_only_requests_wait_for_it(make_group):
+    group = make_group(2, Rollout)
+    group.set_default_options(grace=1.0)  # longer than the call waits
+    with pytest.raises(bm.WorkerDied):
+        group.die_or_stick(0)
+    with pytest.raises(bm.WorkerDied, match="rank 1"):
+        group.chat.options(replica=1)("a").result(DEADLINE)
 
 
 @pytest.mark.backends("local", "ray")

@@ -322,7 +322,7 @@ class Reports(dict[int, Mapping[str, Report]]):
     """The reports of the workers by rank, and for each by the prefix of its role in a colocated group, "" in others.
 
     Attributes:
-        on_change: Called by the thread that receives a report; it must not block.
+        on_change: Called by the thread that receives a report, or notes the death of a rank; it must not block.
         n_taken: The number of reports that have come.
     """
 

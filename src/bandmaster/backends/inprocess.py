@@ -272,6 +272,7 @@ class InProcessWorkers:
         self._check_idle()
         for rank in ranks:
             self.deaths[rank] = Failure(FailureKind.DIED, why)
+        self.reports.on_change()
         self._drop_the_dead()
 
     def _check_idle(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class MachineBackend:
         """
         check_not_held(self._reserving, RESERVING)
         with self._reserving:
+            if assign_nodes(request, self.inventory()) is None:
+                gc.collect()  # dropped pools hold their slots as long as they are in cycles
             nodes = self.inventory()
             if assign_nodes(request, nodes) is None:
                 raise cannot_place(request, nodes)

@@ -16,7 +16,7 @@ from bandmaster.callers.reached import ReachedWorkers, is_here
 from bandmaster.calls.future import Future
 from bandmaster.calls.spec import MethodSpec, specs_of
 from bandmaster.calls.submission import Submitter
-from bandmaster.errors import UsageError, suggestion
+from bandmaster.errors import CallTimeout, UsageError, suggestion
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import replicas
@@ -104,21 +104,21 @@ class CalledGroup:
         mesh: Named axes over the ranks.
         meshes: Further meshes of the same ranks, by name.
         world_size: Number of ranks.
-        collective: The calls to all ranks that this worker has made and that may not have ended.
+        collective: The last call to all ranks that this worker has made; None if it is known to have ended.
     """
 
     def __init__(self, reference: GroupReference, cls: type[Worker], mesh: Mesh, meshes: Mapping[str, Mesh]) -> None:
         self.name, self.mesh, self.meshes, self.world_size = reference.name, mesh, meshes, mesh.size
         self._reference, self._cls, self._n_forks = reference, cls, n_forks()
         self._methods = specs_of(cls, registrations(cls), mesh, meshes)
-        self.collective: dict[Request, Future[Any]] = {}
+        self.collective: Future[Any] | None = None
 
-    def collective_calls(self) -> Sequence[Future[Any]]:
-        """The calls to all ranks that have not ended, behind which a request of this worker begins."""
-        for request, call in list(self.collective.items()):
-            if call.done():
-                self.collective.pop(request, None)
-        return list(self.collective.values())
+    def last_collective(self) -> list[Future[Any]]:
+        """The last call to all ranks, unless it has ended: behind it, whatever this worker calls next begins."""
+        last = self.collective
+        if last is not None and last.done():
+            self.collective = last = None  # nor are its values kept
+        return [] if last is None else [last]
 
     def requests(self) -> Sequence[Future[Any]]:
         """The requests to the ranks themselves that have not ended, behind which a call to all of them begins."""
@@ -241,8 +241,7 @@ class DirectMethod(CalledMethod):
         """The router, the request and its target; the request avoids the ranks that wait for this very call."""
         path = path_of_this_call()
         router, request, target = super()._made(args, kwargs, [*beside, (PATH, path)])
-        if self._group.collective:
-            request.parents = self._group.collective_calls()
+        request.parents = [*request.parents, *self._group.last_collective()]
         if target.min_version is not None:
             _reached(router).reach_all()  # so that they tell their versions
         processes = _reached(router).processes_for(path)
@@ -301,7 +300,15 @@ class RelayedMethod(CalledMethod):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the method: wait for its value, or return a future of it, as the controller's group does."""
         future = self.submit(*args, **kwargs)
-        return future.result() if self._asked.registration.is_blocking and not self._n_replicas else future
+        if self._n_replicas or not self._asked.registration.is_blocking:
+            return future
+        try:
+            return future.result()
+        except CallTimeout:
+            raise  # it can still be waited for
+        except BaseException:
+            future.cancel()
+            raise
 
     def submit(self, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call the method, and return the future of its value without waiting."""
@@ -329,9 +336,9 @@ class RelayedMethod(CalledMethod):
         router, request, target = super()._made(args, kwargs, [*beside, (OPTIONS, self._given), (PATH, path)])
         if self._n_replicas <= 1 or ALL in self._given:  # else the controller alone knows the replica
             self._group.watch(request, path, self._spec.label, self._asked.ranks)
+        request.parents = [*self._group.last_collective(), *(() if self._n_replicas else self._group.requests())]
         if not self._n_replicas:
-            request.parents = self._group.requests()
-            self._group.collective[request] = RequestFuture(request, self._group)
+            self._group.collective = RequestFuture(request, self._group)
         return router, request, target
 
 

@@ -238,6 +238,18 @@ class Call(RowsResult):
                 if not call.is_watched and (call is self or not call.has_ended):
                     call.read_in_background()
 
+    def look(self) -> bool:
+        """Take the replies that have arrived, in the thread of callbacks. Returns whether all ranks have ended it.
+
+        It may be done before, with the death of a rank: others that go on with it may have to be ended.
+        """
+        if not self.wait(0.0):
+            return False
+        self.tell()
+        self.due = self.drive()
+        self.is_watched = not self.has_ended
+        return self.has_ended
+
     def _ask_to_be_told(self) -> None:
         for ticket in list(self.tickets.values()):
             if isinstance(ticket, Ticket):

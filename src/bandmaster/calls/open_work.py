@@ -164,6 +164,7 @@ class OpenWork:
         try:
             if not is_waited_for:
                 self.send_in_background(call)
+                self.advance()  # another thread may have sent the last call before it meanwhile
         except BaseException:
             call.cancel()
             raise

@@ -121,7 +121,9 @@ class Progress:
     def _look(self) -> None:
         while self._to_look:
             watch = self._to_look.popleft()
-            if id(watch) in self._watches:
+            with self.lock:
+                is_watched = self._watches.pop(id(watch), None) is not None
+            if is_watched:
                 try:
                     is_over = watch.look()
                 except Exception:
@@ -129,9 +131,9 @@ class Progress:
                         "cannot read the replies of a call or check a group in the background; no callback will run"
                     )
                     is_over = True
-                if is_over:
+                if not is_over:  # else another thread may have added it again meanwhile
                     with self.lock:
-                        del self._watches[id(watch)]
+                        self._watches[id(watch)] = watch
 
     def _wait(self, watches: list[Watch]) -> bool:
         """Wait until there is something to look at. Returns False if nothing has come."""

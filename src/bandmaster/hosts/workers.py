@@ -333,6 +333,7 @@ class AgentWorkers(Client):
             if rank not in self.deaths:
                 self.deaths[rank] = failure
                 self._fail_open(rank, failure)
+        self.reports.on_change()
         self._poller.wake_if_blocked()
 
     def host_is_lost(self, agent: Agent, why: str) -> None:

@@ -56,7 +56,6 @@ class RequestFuture(Future[T]):
                 request.cancel()
                 raise
             finally:
-                reader.forget(request)
                 if timer is not None:
                     timer.cancel()
         request._conclude()

@@ -109,6 +109,8 @@ class MapFeed(Feed):
 
     def _flush(self) -> None:
         self._router.flush()
+        if self._router.waiting:  # what was sent now may wait behind others for which there is no place
+            self._look_soon()
         if self._timeout_s is not None:
             self.due = next((since + self._timeout_s for _, since in self._open.values()), None)
 
@@ -126,6 +128,9 @@ class MapFeed(Feed):
         """Have the thread look at a request that has ended, or for which a place may be free. It does not block."""
         if request.is_done:
             self._requests_ended.append(request)
+        self._look_soon()
+
+    def _look_soon(self) -> None:
         if not self._is_noted:
             self._is_noted = True
             progress.look_at(self)

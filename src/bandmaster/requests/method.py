@@ -89,6 +89,11 @@ class RequestMethod(MethodOfGroup, Generic[P, G]):
         """
         self._check_has_value()
         self._check_no_retries(f"{self._spec.name}.all(...)", "which goes to all replicas")
+        if self._how.min_version is not None:
+            raise UsageError(
+                f"{self._spec.name}.all(...) goes to all replicas, whichever version they have; leave out "
+                f"min_version={self._how.min_version}"
+            )
         router, request, _ = self._made(args, kwargs)
         request.is_listed = True
         return self._sent(router, request, Target(is_all=True))

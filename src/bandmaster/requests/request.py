@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from bandmaster.calls.request import CallSite
 from bandmaster.calls.result import Done, Result, RowsResult, late, wait_for_all
 from bandmaster.codec import decode
 from bandmaster.contract import Report, Ticket, Workers
-from bandmaster.errors import CallCancelled, CallTimeout
+from bandmaster.errors import CallCancelled, CallTimeout, ResourceError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.deadline import Deadline
 from bandmaster.requests.arguments import Arguments
@@ -175,6 +176,7 @@ class Request(RowsResult):
         self._n_sent_again = 0
         self._why: BaseException | None = None
         self.record: CallTrace | None = None
+        self._is_watched_for_stragglers = False
 
     def is_submitted(self) -> None:
         """Begin its record, if a trace records."""
@@ -202,10 +204,11 @@ class Request(RowsResult):
     @property
     def missing(self) -> tuple[int, ...]:  # type: ignore[override]
         """The ranks that have not replied."""
-        return tuple(self._unanswered)
+        return tuple(self.unanswered)
 
     @property
-    def _unanswered(self) -> dict[int, Ticket]:
+    def unanswered(self) -> dict[int, Ticket]:
+        """The tickets of the ranks that have not replied."""
         return {rank: ticket for rank, ticket in list(self.tickets.items()) if not ticket.is_done}
 
     @property
@@ -222,7 +225,7 @@ class Request(RowsResult):
 
     def stacks(self) -> Mapping[int, str]:
         """The Python stacks of the ranks that have not replied."""
-        return self.router.stacks(self._unanswered)
+        return self.router.stacks(self.unanswered)
 
     def late(self, timeout_s: float) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``."""
@@ -241,6 +244,19 @@ class Request(RowsResult):
         has_replied = 0 < n_ranks == len(sent) and all(ticket.is_done for ticket in list(sent.values()))
         if has_replied and not (self.target.retries and self._is_sent_again(sent)):
             self.end()
+        elif n_ranks > 1 and not (has_replied or self._is_watched_for_stragglers):
+            self._watch_for_stragglers(sent)
+
+    def _watch_for_stragglers(self, sent: Mapping[int, Ticket]) -> None:
+        """If a rank has failed, have the others interrupted, which may wait for it."""
+        replied = {rank: self.workers.fetch(ticket) for rank, ticket in list(sent.items()) if ticket.is_done}
+        failed = {rank: outcome for rank, outcome in replied.items() if isinstance(outcome, Failure)}
+        if failed:
+            from bandmaster.requests.stragglers import Stragglers
+
+            self._is_watched_for_stragglers = True
+            with contextlib.suppress(ResourceError):  # then they are waited for
+                progress.add(Stragglers(self, failed))
 
     def _is_sent_again(self, sent: dict[int, Ticket]) -> bool:
         """Whether its ranks have died, so that it was given back to its router to be sent to others."""
@@ -293,7 +309,7 @@ class Request(RowsResult):
         had_ended = self.is_done
         self.is_cancelled = True  # first: it is not sent any more
         if self.replicas and not had_ended:
-            self.workers.interrupt(self._unanswered)
+            self.workers.interrupt(self.unanswered)
         else:
             self.end()
         self.router.withdraw(self)

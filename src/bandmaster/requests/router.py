@@ -212,16 +212,20 @@ class Router:
 
     def why_waiting(self, target: Target) -> str:
         """The reason why requests wait for a place, and what to do."""
-        n, versions = len(self.replicas), list(map(self._version, self.replicas))
-        if target.min_version is not None and max(versions) < target.min_version:
-            told = [f"replica {i} {'none' if found == -math.inf else found}" for i, found in enumerate(versions)]
+        wanted = range(len(self.replicas)) if target.replica is None else [target.replica]
+        versions = {n: self._version(self.replicas[n]) for n in wanted}
+        if target.min_version is not None and max(versions.values()) < target.min_version:
+            told = [f"replica {n} {'none' if found == -math.inf else found}" for n, found in versions.items()]
             return (
                 f"no replica has version {target.min_version} of its weights: {', '.join(told)}; have the workers load "
                 "it, and tell so by report(self, version=...)"
             )
+        which = f"each of the {len(wanted)} replicas" if target.replica is None else f"replica {target.replica}"
+        if (known := self._of_key.get(target.key)) is not None and known.n_places <= 0:
+            which = f"replica {self.replicas.index(known)}, to which key={target.key!r} went before,"
         return (
-            f"each of the {n} replicas runs {self.concurrency} requests of the method, as its concurrency says; give "
-            "it more, or send fewer at a time"
+            f"{which} runs {self.concurrency} requests of the method, as its concurrency says; give it more, or send "
+            "fewer at a time"
         )
 
     @property
@@ -373,7 +377,7 @@ class Router:
             for reader in list(self._readers):
                 if not reader.call(self.advance):
                     self._readers.pop(reader, None)
-            if not self._readers:
+            if self.sources or not self._readers:
                 any(waiting.nudge() for waiting in list(self.waiting))  # one is enough
 
     def withdraw(self, request: Request) -> None:

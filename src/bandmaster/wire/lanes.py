@@ -442,6 +442,7 @@ class LaneClient(Client):
                 self.deaths[rank] = Failure(FailureKind.DIED, why)
                 self._hang_up(rank)
             lane.close()
+        self.reports.on_change()
         self._poller.close()
         self._writer.close()
 
@@ -460,6 +461,7 @@ class LaneClient(Client):
             if rank in self._lanes:
                 self._poller.ignore(self._lanes[rank].fileno())
                 self._hang_up(rank)
+            self.reports.on_change()
 
     def _clear(self, rank: int) -> None:
         for _, _, tickets in self._queues.get(rank, ()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import socket
@@ -197,7 +198,7 @@ class RayBackend:
         return reservation
 
     def _waited_for(self, request: Request, timeout_s: float) -> RayReservation:
-        deadline = time.monotonic() + timeout_s
+        deadline, has_collected = time.monotonic() + timeout_s, False
         while True:
             nodes = self.inventory()
             if assign_nodes(request, nodes, free=False) is None:
@@ -207,6 +208,9 @@ class RayBackend:
                 reservation = self._reserved(request, [nodes[index].key for index in assigned], deadline)
                 if reservation is not None:
                     return reservation
+            elif not has_collected:  # dropped pools hold their slots as long as they are in cycles
+                has_collected = True
+                gc.collect()
             if time.monotonic() >= deadline:
                 raise cannot_place(request, nodes, waited_s=timeout_s)
             time.sleep(POLL_S)
