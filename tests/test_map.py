@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -343,13 +343,15 @@ def test_a_map_goes_on_though_a_request_of_its_method_waits(group):
     async def ask():
         return await group.one.options(min_version=9)(0)
 
+    waiting = asyncio.run_coroutine_threadsafe(ask(), loop)
     try:
-        waiting = asyncio.run_coroutine_threadsafe(ask(), loop)
         start = time.monotonic()
         assert group.one.map(list(range(9)), in_flight=1).result() == list(range(9))
         assert time.monotonic() - start < 9
-        waiting.cancel()
     finally:
+        waiting.cancel()
+        with pytest.raises(CancelledError):
+            waiting.result(DEADLINE)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

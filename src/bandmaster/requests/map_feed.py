@@ -100,7 +100,8 @@ class MapFeed(Feed):
         with self._submitter.admitted(label) if is_gated else contextlib.nullcontext():
             arguments = Arguments.of(to_ranks(self._parts.of(number), ()), label).beside(self._whole)
             request = Request(self._each, arguments, self._router, self.how.chunk is not None, self.note)
-            self._router.put(request, self._target)
+            if not self._router.put(request, self._target):
+                self._look_soon()  # it may wait behind others that have to wait longer
         self._n_sent += 1
         future: Future[Any] = Future(request, self._group)
         future.numbers = self._parts.rows_of(number)
@@ -109,8 +110,6 @@ class MapFeed(Feed):
 
     def _flush(self) -> None:
         self._router.flush()
-        if self._router.waiting:  # what was sent now may wait behind others for which there is no place
-            self._look_soon()
         if self._timeout_s is not None:
             self.due = next((since + self._timeout_s for _, since in self._open.values()), None)
 
