@@ -301,10 +301,13 @@ def test_calls_of_a_signal_handler_are_refused_or_made_as_any_other(make_group, 
             seen.append(True)
         except bm.UsageError:
             seen.append(False)
+        finally:
+            if not is_over:
+                signal.setitimer(signal.ITIMER_PROF, 0.002)  # from now on, so that what it interrupts goes on as well
 
     with handler(signal.SIGPROF, call), ThreadPoolExecutor() as threads:
         others = [threads.submit(call_all_the_time) for _ in range(n_others)]
-        signal.setitimer(signal.ITIMER_PROF, 0.002, 0.002)
+        signal.setitimer(signal.ITIMER_PROF, 0.002)
         try:
             n, until, slowest = 0, time.monotonic() + 2, 0.0
             while time.monotonic() < until:
@@ -314,8 +317,8 @@ def test_calls_of_a_signal_handler_are_refused_or_made_as_any_other(make_group, 
                 assert future.result() == [("main", n)] * 2
                 slowest = max(slowest, idle_time() - start)
         finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
             is_over = True
+            signal.setitimer(signal.ITIMER_PROF, 0)
         assert [other.result() for other in others] == [None] * n_others
     assert len(seen) > 10
     assert slowest < 2
