@@ -424,7 +424,7 @@ class Workers(Protocol):
 
         Args:
             rank: The rank.
-            requests: The requests: calls of async methods, for this rank alone; they are neither timed nor fenced.
+            requests: The requests: calls of async methods, for this rank alone; they are not fenced.
             take: Called with the ticket of each before a reply can come, in order to set `Ticket.on_done`.
 
         Raises:

@@ -1,7 +1,7 @@
 """The registry of backends, and the backends that come with bandmaster.
 
 `get_backend` returns a backend by name, and `register_backend` adds one. `bandmaster.contract` defines what a backend
-must provide.
+must provide; `bandmaster.testing.simulated_hosts` is the smallest one whose ranks are on other hosts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The built-in batch types, which count, split and concatenate rows. Pure: imports no package of a type."""
+"""The built-in batch types, which count, split and concatenate rows: `KNOWN_BY_NAME`. Imports no package of a type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns by name: described, selected and joined in values that are batches. Pure."""
+"""Columns by name: described, selected and joined in mappings of columns and in frames of pandas. Pure."""
 
 from __future__ import annotations
 

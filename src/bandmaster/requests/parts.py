@@ -1,4 +1,4 @@
-"""Plans a map: which rows go with each of its requests. Pure."""
+"""The options of a map, and its plan: which rows go with each of its requests. Pure."""
 
 from __future__ import annotations
 

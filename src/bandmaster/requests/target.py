@@ -1,4 +1,4 @@
-"""`Target`: the options of a request that say where it goes, and how often."""
+"""`Target`: the options of requests, but for their time limit: where one goes, how often, and how far ahead."""
 
 from __future__ import annotations
 

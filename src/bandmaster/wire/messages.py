@@ -48,7 +48,11 @@ class Closed(Exception):
 
 
 class MessageKind:
-    """The request of a message, and what follows its number."""
+    """The request of a message, and what follows its number.
+
+    A call is 0 or 1, with `TIMED` and `FENCED` added, so that readers look at `CALL` as a bit; they compare all other
+    kinds before that.
+    """
 
     SMALL_CALL = 0  # reply, length of the method's name, the name, the pickle stream of the one small part
     CALL = 1  # pickled: method, reply, parts, kept rows by their labels, the part with the numbers of those present
