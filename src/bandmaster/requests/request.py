@@ -20,6 +20,7 @@ from bandmaster.errors import CallCancelled, CallTimeout, ResourceError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.deadline import Deadline
 from bandmaster.requests.arguments import Arguments
+from bandmaster.requests.stragglers import Stragglers
 from bandmaster.requests.target import ANY, Target
 from bandmaster.rows.kept import KeptPart, KeptRows
 
@@ -252,8 +253,6 @@ class Request(RowsResult):
         replied = {rank: self.workers.fetch(ticket) for rank, ticket in list(sent.items()) if ticket.is_done}
         failed = {rank: outcome for rank, outcome in replied.items() if isinstance(outcome, Failure)}
         if failed:
-            from bandmaster.requests.stragglers import Stragglers
-
             self._is_watched_for_stragglers = True
             with contextlib.suppress(ResourceError):  # then they are waited for
                 progress.add(Stragglers(self, failed))

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Protocol
 
 from bandmaster.calls.escalation import DEATH_PATIENCE_S, PATIENCE_S, Escalation, Step
+from bandmaster.calls.request import CallSite
+from bandmaster.contract import Ticket, Workers
 from bandmaster.errors.failure import Failure, FailureKind, is_in_debugger
-from bandmaster.requests.request import Request
+
+
+class RunsOnSeveral(Protocol):
+    """A request to a replica of several ranks; see `bandmaster.requests.request`."""
+
+    site: CallSite
+    workers: Workers
+    is_done: bool
+
+    @property
+    def unanswered(self) -> dict[int, Ticket]:
+        """The tickets of the ranks that have not replied."""
+
+    def stacks(self) -> Mapping[int, str]:
+        """The Python stacks of these ranks."""
 
 
 class Stragglers:
@@ -23,7 +39,7 @@ class Stragglers:
         failed: The ranks on which it has failed, and how.
     """
 
-    def __init__(self, request: Request, failed: Mapping[int, Failure]) -> None:
+    def __init__(self, request: RunsOnSeveral, failed: Mapping[int, Failure]) -> None:
         self.workers, self._request, self._failed = request.workers, request, failed
         self._escalation = Escalation(request.site.limits().grace)
         has_died = any(failure.kind is FailureKind.DIED for failure in failed.values())
@@ -33,7 +49,7 @@ class Stragglers:
     def look(self) -> bool:
         """Take the steps that are due. Returns whether all ranks have ended the request."""
         while not self._request.is_done and (step := self._escalation.due(time.monotonic())) is not None:
-            left: dict[int, Any] = self._request.unanswered
+            left = self._request.unanswered
             if step is Step.INTERRUPT:
                 self.workers.interrupt(left)
             elif any(map(is_in_debugger, self._request.stacks().values())):
