@@ -360,6 +360,29 @@ def test_values_of_calls_of_all_ranks_are_not_kept_in_the_worker(agents):
 
 
 @pytest.mark.backends("local", "ray")
+def test_a_worker_waits_for_a_rank_that_has_much_to_do(make_group, tmp_path, monkeypatch):
+    monkeypatch.setattr("bandmaster.callers.door.BEAT_S", 0.1)
+    rollout = make_group(1, Rollout)
+    agents = make_group(1, Agent, rollout)
+    busy = rollout.load_slowly.submit(tmp_path)
+    wait_for(tmp_path / "begun 0")
+    others = [rollout.load.submit(number) for number in range(2000)]  # more than a lane takes
+
+    def ask(group):
+        from bandmaster.callers import reached
+
+        reached.ANSWER_S = 1.0
+        return group.chat("a").result()
+
+    asked = agents.do.submit(ask)
+    with pytest.raises(bm.CallTimeout):
+        asked.result(2)
+    (tmp_path / "gate").touch()
+    assert asked.result(DEADLINE) == [(0, "aa")]
+    assert busy.result(DEADLINE) == [None] and others[-1].result(DEADLINE) == [(0, 0)]
+
+
+@pytest.mark.backends("local", "ray")
 def test_an_interrupted_call_of_a_worker_is_cancelled(own, tmp_path):
     _, agents = own
     future = agents.do.submit(lambda rollout, folder: rollout.load_slowly(folder), tmp_path)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 from bandmaster.answering.requests import Requests
 from bandmaster.callers.circles import Circles
 from bandmaster.callers.passed import FIND, FarCalls, PassedCalls
-from bandmaster.callers.reached import DIED, ELSEWHERE, FAR, MOVED, READY, SHUT, Asked, FarPlace
+from bandmaster.callers.reached import DIED, ELSEWHERE, FAR, MOVED, READY, SHUT, WAIT, Asked, FarPlace
 from bandmaster.calls.future import Future
 from bandmaster.contract import FIRST_ITEMS, METHOD, MORE_ITEMS, OPEN_ITEMS, Workers
 from bandmaster.errors import BandmasterError, ClosedError, UsageError, WorkerDied
@@ -43,6 +43,7 @@ QUESTION_NBYTES = 4096
 RENEWED = "it is being replaced"
 ACCEPT_AGAIN_S = 0.5
 LOOK_AGAIN_S, LOOK_LATER_S = 0.01, 0.5  # for a rank that is dead, or does not read
+BEAT_S = 5.0  # after which a worker is told that the rank which it asks for is busy
 _PEER = struct.Struct("3i")  # pid, uid and gid, as SO_PEERCRED has them
 
 
@@ -174,6 +175,7 @@ class Door:
     async def _hand_out(self, sock: socket.socket, asked: Asked) -> None:
         """Make a socket a lane to a rank, as soon as the rank lives."""
         has_told, wait_s, patience = False, LOOK_AGAIN_S, Deadline(host_timeout_s())
+        beat = Deadline(BEAT_S)
         try:
             while _is_there(sock):
                 answer, said = await self._relay.find(asked)
@@ -186,6 +188,9 @@ class Door:
                     if answer != DIED:
                         break
                     has_told = True
+                if answer == READY and not beat.left():
+                    _say(sock, WAIT, None)
+                    beat = Deadline(BEAT_S)
                 await asyncio.sleep(wait_s)
                 wait_s = min(1.5 * wait_s, LOOK_LATER_S)
         finally:

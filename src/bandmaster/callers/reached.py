@@ -39,6 +39,7 @@ SETTLE_S = 5.0  # for the controller to learn of a death
 ANSWER_NBYTES = 64 * 1024
 # The answers of a door: with a process, a `FarPlace`, a failure, and reasons; or that there is none yet.
 READY, FAR, DIED, SHUT, MOVED, NOTHING = "ready", "far", "died", "shut", "moved", "nothing"
+WAIT = "wait"  # the rank lives, and has much to do: another answer follows
 ELSEWHERE = "its group was restarted on other hosts"
 
 
@@ -239,7 +240,9 @@ class ReachedWorkers(LaneClient):
         self._poller.ignore(sock.fileno())
         self._enter(rank, *_answer(sock, 0.0, self.name))
 
-    def _ask(self, rank: int, but: object = None, timeout_s: float = ANSWER_S) -> tuple[socket.socket | None, str, Any]:
+    def _ask(
+        self, rank: int, but: object = None, timeout_s: float | None = None
+    ) -> tuple[socket.socket | None, str, Any]:
         """Ask the door for a rank, or its next process. Returns the socket, which becomes the lane, and the answer."""
         with SigintSafeLock():
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -255,7 +258,7 @@ class ReachedWorkers(LaneClient):
         except OSError as error:
             sock.close()
             raise ResourceError(f"cannot reach rank {rank} of group {self.name!r}: {error}") from error
-        return _answer(sock, timeout_s, self.name)
+        return _answer(sock, ANSWER_S if timeout_s is None else timeout_s, self.name)
 
     def _connect(self, sock: socket.socket) -> None:
         """Connect to the door, or to that of the agent of this host if the door is on another one."""
@@ -376,7 +379,8 @@ def _answer(sock: socket.socket, timeout_s: float, name: str) -> tuple[socket.so
     """Read the answer of a door; returns the socket with it."""
     sock.settimeout(timeout_s)
     try:
-        message = sock.recv(ANSWER_NBYTES)
+        while (message := sock.recv(ANSWER_NBYTES)) and pickle.loads(message)[0] == WAIT:
+            pass
     except (TimeoutError, BlockingIOError):
         if timeout_s < ANSWER_S:
             sock.setblocking(True)
