@@ -261,12 +261,14 @@ class Request(RowsResult):
         """Whether its ranks have died, so that it was given back to its router to be sent to others."""
         died = {rank: outcome for rank, ticket in sent.items() if _has_died(outcome := self.workers.fetch(ticket))}
         may_be_sent = self.router.is_idempotent or all(ticket.is_dropped for ticket in sent.values())
-        if not (died and may_be_sent) or self.is_cancelled or self._n_sent_again == self.target.retries:
+        if not (died and may_be_sent) or self.is_cancelled:
             return False
         self.router.note_deaths(died)
         with _SENDING_AGAIN:
             if self.tickets is not sent:  # by another thread, which has received the reply of another rank
                 return True
+            if self._n_sent_again == self.target.retries:
+                return False
             replicas, self.tickets, self.replicas = self.replicas, {}, ()
             self._n_sent_again += 1
             self._lost.update(died)
