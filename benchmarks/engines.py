@@ -26,7 +26,7 @@ import bandmaster as bm
 from bandmaster import rl
 
 TESTS = Path(__file__).parents[1] / "tests" / "vllm"
-N_PROMPTS, N_PROMPT, IN_FLIGHT = 256, 32, 64
+N_PROMPTS, N_PROMPT, IN_FLIGHT = 128, 32, 64
 
 
 class Measured(rl.VLLM):
@@ -92,26 +92,21 @@ def throughput(engine: Any, n: int, n_tokens: int, n_rounds: int) -> list[list[s
     sampling = rl.Sampling(max_tokens=n_tokens, ignore_eos=True)
     ways: dict[str, tuple[Callable[..., list[float]], int]] = {
         "generate": (lambda prompts: by_batch(engine, prompts, sampling), n),
-        f"request, {IN_FLIGHT} in flight": (
-            lambda prompts: by_requests(engine, prompts, sampling, IN_FLIGHT),
-            IN_FLIGHT,
-        ),
+        "request": (lambda prompts: by_requests(engine, prompts, sampling, IN_FLIGHT), IN_FLIGHT),
     }
     table = [["way", "in flight", "n", "directly", "by the group", "of direct: median", "worst", "best"]]
     for way, (call, in_flight) in ways.items():
         direct, ours = [], []
         for number in range(-1, n_rounds):  # the first is a warm-up
-            prompts = prompts_of(2 * number + 2, n)
-            first = engine.directly(prompts, sampling, in_flight)[0][-1]
+            first = engine.directly(prompts_of(2 * number + 2, n), sampling, in_flight)[0][-1]
             second = call(prompts_of(2 * number + 3, n))[-1]
             if number >= 0:
                 direct.append(n * n_tokens / first)
                 ours.append(n * n_tokens / second)
         ratios = sorted(b / a for a, b in zip(direct, ours, strict=True))
         rates = [f"{statistics.median(rate):,.0f} tokens/s" for rate in (direct, ours)]
-        table.append(
-            [way, str(n_rounds), *rates, *[f"{r:.3f}" for r in (statistics.median(ratios), ratios[0], ratios[-1])]]
-        )
+        chosen = statistics.median(ratios), ratios[0], ratios[-1]
+        table.append([way, str(in_flight), str(n_rounds), *rates, *[f"{ratio:.3f}" for ratio in chosen]])
     return table
 
 
@@ -156,8 +151,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, bm.ResourcePool([1]) as pool:
         path = tiny_model.make(Path(folder))
         with bm.WorkerGroup(pool, Measured, path, **{**OPTIONS, "enable_prefix_caching": False}) as engine:
-            print(as_text(throughput(engine, n, 32, n_rounds)))
-            print(as_text(latency(engine, n // 2, n_rounds)))
+            print(as_text(throughput(engine, n, 32, n_rounds)), flush=True)
+            print(as_text(latency(engine, n // 4, n_rounds)))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +61,9 @@ def test_a_stop_condition_ends_answers(engine, reference):
     assert Answer.joined(list(engine.stream.stream(PROMPT, sampling))) == answer
     rows = engine.generate({"prompt": [PROMPT] * 3}, sampling)
     assert [one.tolist() for one in rows["answer"]] == [tokens[:end]] * 3
-    assert engine.metrics().result()["n_running"] == 0
+    deadline = time.monotonic() + 30
+    while engine.metrics().result()["n_running"]:  # as of the last step of the engine
+        assert time.monotonic() < deadline
     assert engine.request(PROMPT, GREEDY).result()[0].tokens == tokens
 
 
