@@ -110,22 +110,19 @@ def throughput(engine: Any, n: int, n_tokens: int, n_rounds: int) -> list[list[s
     return table
 
 
-def latency(engine: Any, n: int, n_rounds: int) -> list[list[str]]:
-    """Milliseconds that a request takes beyond the direct call, one at a time."""
-    table = [["tokens", "n", "directly: median", "p99", "request: median", "p99", "more: median"]]
+def latency(engine: Any, n: int) -> list[list[str]]:
+    """Seconds that a request takes beyond the direct call just before it, one at a time."""
+    table = [["tokens", "n", "directly: median", "p99", "request: median", "p99", "more: median of pairs"]]
     for n_tokens in (1, 16):
         sampling = rl.Sampling(max_tokens=n_tokens, ignore_eos=True)
-        direct: list[float] = []
-        ours: list[float] = []
-        more: list[float] = []
-        for number in range(-1, n_rounds):
-            first = engine.directly(prompts_of(2 * number + 2, n), sampling, 1)[0][:-1]
-            second = by_requests(engine, prompts_of(2 * number + 3, n), sampling, 1)[:-1]
-            if number >= 0:
-                direct, ours = direct + first, ours + second
-                more.append(statistics.median(second) - statistics.median(first))
-        cells = [figure(value, "s") for one in (direct, ours) for value in (statistics.median(one), p99(one))]
-        table.append([str(n_tokens), str(len(direct)), *cells, figure(statistics.median(more), "s")])
+        pairs: list[tuple[float, float]] = []
+        for prompts in zip(prompts_of(0, n), prompts_of(1, n), strict=True):
+            direct = engine.directly(prompts[:1], sampling, 1)[0][0]
+            pairs.append((direct, by_requests(engine, prompts[1:], sampling, 1)[0]))
+        pairs = pairs[n // 4 :]  # the first ones warm up
+        cells = [figure(value, "s") for one in zip(*pairs, strict=True) for value in (statistics.median(one), p99(one))]
+        more = statistics.median(request - direct for direct, request in pairs)
+        table.append([str(n_tokens), str(len(pairs)), *cells, figure(more, "s")])
     return table
 
 
@@ -152,7 +149,7 @@ def main() -> None:
         path = tiny_model.make(Path(folder))
         with bm.WorkerGroup(pool, Measured, path, **{**OPTIONS, "enable_prefix_caching": False}) as engine:
             print(as_text(throughput(engine, n, 32, n_rounds)), flush=True)
-            print(as_text(latency(engine, n // 4, n_rounds)))
+            print(as_text(latency(engine, 2 * n)))
 
 
 if __name__ == "__main__":

@@ -122,3 +122,19 @@ def test_no_process_is_left_by_a_controller_that_is_killed(model_path, tmp_path)
         controller.send_signal(signal.SIGKILL)
         _, left = psutil.wait_procs(children, timeout=30)
         assert not left
+
+
+# --- last, as the engine dies ---
+
+
+def test_an_engine_that_has_died_says_so_and_gets_no_more_requests_if_others_can(engine):
+    worker = psutil.Process(engine.workers[0].pid)
+    (core,) = [child for child in worker.children() if "EngineCore" in " ".join(child.cmdline())]
+    asked = engine.request(PROMPT, Sampling(max_tokens=200, ignore_eos=True))
+    core.kill()
+    with pytest.raises(bm.RemoteError, match=r"the vLLM engine of rank 0 has died.*group\.replace\(rank\)"):
+        asked.result(timeout=60)
+    with pytest.raises(bm.RemoteError, match="the vLLM engine of rank 0 has died"):
+        engine.request(PROMPT, GREEDY).result(timeout=60)
+    with pytest.raises(bm.RemoteError, match="the vLLM engine of rank 0 has died"):
+        engine.generate({"prompt": [PROMPT]}, GREEDY)
