@@ -77,6 +77,7 @@ class VLLM(Engine):
         else:
             self._engine = vllm_start.async_llm(options)
             self._config = self._engine.vllm_config
+        self._is_text = not self._config.model_config.skip_tokenizer_init
         self.vocab_size = self._config.model_config.get_vocab_size()
         self.max_model_len = self._config.model_config.max_model_len
         report(self, load=0, version=self.version)
@@ -98,7 +99,7 @@ class VLLM(Engine):
                     params.repetition_penalty = sampling.penalty
                     return params
         """
-        return sampling_params(sampling, is_text=self._tokenizer() is not None)
+        return sampling_params(sampling, is_text=self._is_text)
 
     def lora_request(self, sampling: Sampling) -> LoRARequest | None:
         """The adapter with which a request is answered; by default none. The engine needs ``enable_lora=True``."""
@@ -169,7 +170,7 @@ class VLLM(Engine):
         return [self._answers_of(*one)[0] for one in zip(outputs, samplings, strict=True)]
 
     def _answers_of(self, output: Any, sampling: Sampling) -> list[Answer]:
-        return answers_of(output, sampling, self.version, is_text=self._tokenizer() is not None)
+        return answers_of(output, sampling, self.version, is_text=self._is_text)
 
     async def _whole(self, prompt: list[int], sampling: Sampling) -> list[Answer]:
         """The answer to a prompt, which a stop condition may end."""
@@ -305,7 +306,7 @@ class VLLM(Engine):
         Raises:
             UsageError: The engine has no tokenizer.
         """
-        if sampling.stop and self._tokenizer() is None:
+        if sampling.stop and not self._is_text:
             raise UsageError(f"stop={sampling.stop!r} needs a tokenizer, which this engine has not; use stop_token_ids")
 
     def chat_token_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -314,7 +315,8 @@ class VLLM(Engine):
         Raises:
             UsageError: The engine has no tokenizer, or the tokenizer no chat template, or that refuses the messages.
         """
-        tokenizer = self._tokenizer()
+        engine = self._llm if self._engine is None else self._engine
+        tokenizer = engine.get_tokenizer() if self._is_text else None
         if tokenizer is None or not getattr(tokenizer, "chat_template", None):
             raise UsageError("the model's tokenizer has no chat template; give token ids instead of messages")
         try:
@@ -322,7 +324,3 @@ class VLLM(Engine):
         except Exception as error:  # templates are programs, and raise what they like
             raise UsageError(f"the model's chat template refuses the messages: {error}") from error
         return list(tokenizer.encode(text, add_special_tokens=False))
-
-    def _tokenizer(self) -> Any:
-        engine = self._llm if self._engine is None else self._engine
-        return None if self._config.model_config.skip_tokenizer_init else engine.get_tokenizer()
