@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-fast test-all test-hosts test-hosts-fast test-verl test-verl-fast lint grpo ppo soak fuzz bench bench-verl bench-rlhf bench-requests bench-hosts dist docs clean
+.PHONY: demo test test-fast test-all test-hosts test-hosts-fast test-verl test-verl-fast test-vllm lint grpo ppo soak fuzz bench bench-verl bench-rlhf bench-requests bench-engines bench-hosts dist docs clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -91,6 +91,22 @@ FAST_VERL_TESTS := test_get_set_dispatch_collect_cpu test_fused_workers_on_cpu t
 test-verl-fast:
 	$(MAKE) test-verl VERL_TESTS="$(FAST_VERL_TESTS)"
 
+# vLLM's own code built for CPUs, in an environment of its own: 3.5 GB. torchvision, torchaudio and torchcodec of the
+# registry are built for CUDA, and break its import where there is none; models of text do not need them.
+VLLM := .vllm
+VLLM_PIP = $(VLLM)/bin/python -m pip --quiet --disable-pip-version-check
+
+test-vllm: $(VLLM)/.ready  ## rl.VLLM against a real vLLM on CPUs; TEST_OPTIONS='-k stream' chooses tests
+	$(VLLM)/bin/python -m pytest tests/vllm $(TEST_OPTIONS)
+
+$(VLLM)/.ready: pyproject.toml constraints.txt tests/vllm/requirements.txt benchmarks/requirements-torch.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM_PIP) install --constraint constraints.txt --requirement benchmarks/requirements-torch.txt
+	$(VLLM_PIP) install --requirement benchmarks/requirements-torch.txt --requirement tests/vllm/requirements.txt
+	$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
+	$(VLLM_PIP) install --no-deps --editable .
+	touch $@
+
 bench-verl: $(VERL)/.ready  ## the calls of verl's trainers on verl and on bandmaster, in turn
 	$(VERL)/bin/python tests/verl/figures.py
 
@@ -100,6 +116,9 @@ bench-rlhf: $(VERL)/.ready  ## a step of GRPO on bandmaster, plain Ray and verl,
 bench-requests: $(VENV)/.dev  ## requests to single replicas, many at a time, and from workers; with Monarch if `make bench` has installed it
 	$(BIN)/python benchmarks/many_requests.py $(BENCH_OPTIONS)
 	$(BIN)/python benchmarks/requests_under_load.py $(BENCH_OPTIONS)
+
+bench-engines: $(VLLM)/.ready  ## what batches and requests cost beside the same vLLM engine called directly
+	HF_HUB_OFFLINE=1 $(VLLM)/bin/python benchmarks/engines.py $(BENCH_OPTIONS)
 
 bench-hosts: $(VENV)/.dev  ## calls and rows to ranks on other hosts, which are namespaces; needs root, else it says so
 	$(BIN)/python benchmarks/hosts.py $(BENCH_OPTIONS)

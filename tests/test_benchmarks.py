@@ -55,7 +55,7 @@ def rows_of(path):
 
 def test_every_benchmark_is_tested():
     files = {path.stem for path in BENCHMARKS.glob("*.py")}
-    assert files == {*EXPECTED, "weights", "hosts", "many_requests", "requests_under_load", "run_all"}
+    assert files == {*EXPECTED, "weights", "hosts", "many_requests", "requests_under_load", "engines", "run_all"}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Torch in workers: process groups along the axes of a mesh, layouts of weights, the hybrid engine, seeds, checkpoints.
+"""Torch in workers: process groups, layouts of weights, the hybrid engine, seeds, checkpoints; and inference engines.
 
 ::
 
@@ -9,12 +9,17 @@
             self.model = fully_shard(Model(), mesh=mesh["dp"])
 
 This package uses only public names of bandmaster, and imports torch on first use. `Layout` and `reshard` need no torch
-and no workers; `WeightSync` and `connect` are for the controller, and the rest for the methods of workers.
+and no workers; `WeightSync` and `connect` are for the controller, and the rest for the methods of workers. `Engine` is
+the base of workers that are inference engines, of which `VLLM` is one.
 """
 
 from bandmaster.rl.checkpoints import load, save
 from bandmaster.rl.connect import Connectable, Connection, connect
 from bandmaster.rl.engine import HybridEngine
+from bandmaster.rl.engines.answers import Answer, padded
+from bandmaster.rl.engines.interface import Engine
+from bandmaster.rl.engines.sampling import Sampling
+from bandmaster.rl.engines.vllm import VLLM
 from bandmaster.rl.layout import Box, Layout
 from bandmaster.rl.meshes import device_mesh, start_torch_distributed
 from bandmaster.rl.resharding import Move, Resharding, reshard
@@ -22,18 +27,23 @@ from bandmaster.rl.seeds import seed
 from bandmaster.rl.weights import HoldsWeights, WeightSync
 
 __all__ = [
+    "VLLM",
+    "Answer",
     "Box",
     "Connectable",
     "Connection",
+    "Engine",
     "HoldsWeights",
     "HybridEngine",
     "Layout",
     "Move",
     "Resharding",
+    "Sampling",
     "WeightSync",
     "connect",
     "device_mesh",
     "load",
+    "padded",
     "reshard",
     "save",
     "seed",

@@ -1,0 +1,281 @@
+"""`Engine`: an inference engine as a worker, for batches of rows and for single requests."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+from bandmaster import Dispatch, UsageError, Worker, register, report
+from bandmaster.rl.engines.answers import Answer, columns_of, is_chat, prompts_of, seeds_of, token_ids
+from bandmaster.rl.engines.sampling import Sampling
+
+CONCURRENCY = 256  # requests of one caller that a replica runs at a time; further ones wait in the caller
+CONTROL = 8  # the same of those that control the engine
+PauseMode = Literal["keep", "wait", "abort"]
+PAUSE_MODES = ("keep", "wait", "abort")
+T = TypeVar("T")
+
+
+class Engine(Worker, ABC):
+    """Base class of workers that are inference engines: token ids in, token ids out.
+
+    A batch goes to all replicas by `generate`, a call that runs alone. Single prompts go to one replica each by
+    `request` and `stream`, many at a time. The methods that control an engine are requests, so that they reach one that
+    is busy; ``group.pause.all("keep")`` reaches all replicas.
+
+    An engine implements `answers`, `increments`, and the methods that control it. All run on the event loop of the
+    worker, one at a time between two ``await``s.
+
+    Attributes:
+        vocab_size: Token ids of prompts are below this number. An engine sets it in its constructor.
+        max_model_len: Most tokens of a prompt with its answer. An engine sets it in its constructor.
+        weights_version: The version of the weights. Until there is one, answers have version 0.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    weights_version: Any = None
+    _n_open = 0
+
+    # --- for implementers ---
+
+    @abstractmethod
+    async def answers(self, prompt: list[int], sampling: Sampling) -> list[Answer]:
+        """Answer a prompt, ``sampling.n`` times. A cancelled request is given up.
+
+        Args:
+            prompt: Token ids that were checked.
+            sampling: How to choose tokens.
+        """
+
+    @abstractmethod
+    def increments(self, prompt: list[int], sampling: Sampling) -> AsyncGenerator[Answer, None]:
+        """Yield the parts of ``sampling.n`` answers as they come; closing the generator gives the answers up.
+
+        Args:
+            prompt: Token ids that were checked.
+            sampling: How to choose tokens.
+        """
+
+    async def answer_all(self, prompts: Sequence[list[int]], samplings: Sequence[Sampling]) -> list[Answer]:
+        """Answer each prompt once, in order. By default one `answers` for each, all at a time.
+
+        Args:
+            prompts: Token ids that were checked.
+            samplings: How to choose the tokens of each answer; ``n`` is 1.
+        """
+        asked = [self.answers(prompt, sampling) for prompt, sampling in zip(prompts, samplings, strict=True)]
+        return [answers[0] for answers in await _all(asked)]
+
+    def chat_token_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The prompt that chat messages make, as token ids.
+
+        Raises:
+            UsageError: The engine has no chat template.
+        """
+        raise UsageError(f"{type(self).__name__} has no chat template; give it token ids")
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Check that the engine can do what is asked for.
+
+        Raises:
+            UsageError: It cannot.
+        """
+
+    def check_request(self) -> None:
+        """Check that the engine answers requests.
+
+        Raises:
+            UsageError: It does not, as one that spans several ranks may.
+        """
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engine makes tokens: it is neither paused nor asleep."""
+        return True
+
+    @property
+    def version(self) -> int:
+        """The version of the weights, as answers have it."""
+        return self.weights_version if type(self.weights_version) is int else 0
+
+    # --- batches ---
+
+    @register(Dispatch.THREE_D_ALL_MICRO_DP)
+    async def generate(self, rows: Any, sampling: Sampling = Sampling()) -> dict[str, Any]:  # noqa: B008  # frozen
+        """Answer the prompts of rows, each once, in order. It begins when the requests before it have ended.
+
+        Args:
+            rows: A dict, TensorDict or DataFrame with a column ``prompt`` of token ids: a list of lists, arrays or
+                tensors, a nested tensor, or an array or tensor (rows, tokens), of which a column ``prompt_mask`` may
+                say which tokens count. A column ``seed`` has the seed of each answer.
+            sampling: How to choose tokens, with ``n=1``.
+
+        Returns:
+            A row for each row: ``answer``, the token ids, int64, and ``log_probs``, float32, unless there are to be
+            none, and ``versions`` of the weights, int64, are lists of an array (tokens,) for each row, see `padded`;
+            ``n_tokens``, int64 (rows,); ``finish_reason``, a list of strings. See `Answer`.
+
+        Raises:
+            UsageError: Before the engine does anything: a prompt is not valid, which the message names by its number
+                among the rows of this replica; or the sampling is not; or the engine is paused or asleep.
+        """
+        if not self.is_ready:  # what ends that is a request, which would wait behind this call
+            raise UsageError("the engine is paused or asleep; call resume.all() or wake.all() before generate")
+        prompts, seeds = prompts_of(rows), seeds_of(rows)
+        self._check(sampling)
+        if sampling.n > 1 or sampling.logprobs:
+            raise UsageError(
+                f"generate answers each row once, with the log-probabilities of its tokens alone, got {sampling}; "
+                "repeat the rows instead of n, and use requests for logprobs above 0"
+            )
+        for number, prompt in enumerate(prompts):
+            self._check_prompt(prompt, f"prompt {number}")
+        samplings = [sampling] * len(prompts) if seeds is None else [replace(sampling, seed=seed) for seed in seeds]
+        return columns_of(await self.answer_all(prompts, samplings))
+
+    # --- requests ---
+
+    @register(Dispatch.REQUEST, concurrency=CONCURRENCY, is_idempotent=True)
+    async def request(self, prompt: Any, sampling: Sampling = Sampling()) -> list[Answer]:  # noqa: B008  # frozen
+        """Answer one prompt. Cancelling the request gives it up in the engine.
+
+        Args:
+            prompt: Token ids, or chat messages such as ``[{"role": "user", "content": "2 + 2"}]``.
+            sampling: How to choose tokens.
+
+        Returns:
+            ``sampling.n`` answers.
+
+        Raises:
+            UsageError: Before the engine does anything: the prompt or the sampling is not valid.
+        """
+        ids = self._prompt(prompt, sampling)
+        with self._counted():
+            return await self.answers(ids, sampling)
+
+    @register(Dispatch.REQUEST, concurrency=CONCURRENCY)
+    async def stream(self, prompt: Any, sampling: Sampling = Sampling()) -> AsyncGenerator[Answer, None]:  # noqa: B008
+        """Yield the parts of the answers to one prompt as they come. Closing the stream gives them up in the engine.
+
+        Args:
+            prompt: Token ids, or chat messages.
+            sampling: How to choose tokens.
+
+        Raises:
+            UsageError: Before the engine does anything: the prompt or the sampling is not valid.
+        """
+        ids = self._prompt(prompt, sampling)
+        parts = self.increments(ids, sampling)
+        with self._counted():
+            try:
+                async for part in parts:
+                    yield part
+            finally:
+                await parts.aclose()
+
+    # --- control: requests, which reach an engine that is busy ---
+
+    @register(Dispatch.REQUEST, concurrency=CONTROL)
+    @abstractmethod
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Let the engine make no more tokens until `resume`. Requests that come meanwhile wait for it.
+
+        Args:
+            mode: ``"keep"`` holds the requests that run, and goes on with them later; ``"wait"`` waits until they have
+                ended; ``"abort"`` gives them up: they return the tokens that they have, with finish reason "abort".
+
+        An override calls this, which checks the mode.
+
+        Raises:
+            UsageError: The mode is unknown.
+        """
+        if mode not in PAUSE_MODES:
+            raise UsageError(f"the mode of pause must be one of {', '.join(map(repr, PAUSE_MODES))}, got {mode!r}")
+
+    @register(Dispatch.REQUEST, concurrency=CONTROL)
+    @abstractmethod
+    async def resume(self) -> None:
+        """Go on after `pause`; does nothing to an engine that is not paused."""
+
+    @register(Dispatch.REQUEST, concurrency=CONTROL)
+    @abstractmethod
+    async def abort(self) -> None:
+        """Give up all requests that run: they return the tokens that they have, with finish reason "abort"."""
+
+    @register(Dispatch.REQUEST, concurrency=CONTROL)
+    @abstractmethod
+    async def sleep(self) -> None:
+        """Free the memory of the device, for a trainer on the same one. Requests wait until `wake`."""
+
+    @register(Dispatch.REQUEST, concurrency=CONTROL)
+    @abstractmethod
+    async def wake(self) -> None:
+        """Take the memory back after `sleep`; the weights are those from before. Does nothing to one that is awake."""
+
+    @register(Dispatch.REQUEST, concurrency=CONTROL)
+    @abstractmethod
+    async def reset_cache(self) -> None:
+        """Forget what is cached of prompts, as after a change of the weights."""
+
+    @register(Dispatch.REQUEST, concurrency=CONTROL)
+    async def metrics(self) -> dict[str, float]:
+        """Figures of the engine by name.
+
+        Returns:
+            ``n_running`` and ``n_waiting`` of the requests in the engine, ``version`` of the weights, and others that
+            each kind of engine has.
+        """
+        return {"n_running": self._n_open, "n_waiting": 0, "version": self.version}
+
+    # --- checks and load ---
+
+    def _prompt(self, prompt: Any, sampling: Sampling) -> list[int]:
+        """The token ids of the prompt of a request, which were checked, as was the sampling."""
+        self.check_request()
+        self._check(sampling)
+        ids = self.chat_token_ids(prompt) if is_chat(prompt) else token_ids(prompt)
+        self._check_prompt(ids, "the prompt")
+        return ids
+
+    def _check(self, sampling: object) -> None:
+        if not isinstance(sampling, Sampling):
+            raise UsageError(f"sampling must be a rl.Sampling, got {sampling!r}")
+        self.check_sampling(sampling)
+
+    def _check_prompt(self, prompt: Sequence[int], what: str) -> None:
+        if len(prompt) >= self.max_model_len:
+            raise UsageError(
+                f"{what} has {len(prompt)} tokens, but the engine takes {self.max_model_len} with the answer "
+                "(max_model_len); shorten the prompt"
+            )
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            wrong = next(token for token in prompt if not 0 <= token < self.vocab_size)
+            raise UsageError(f"{what} has the token id {wrong}, but those of the model are 0 to {self.vocab_size - 1}")
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count a request as open, and report how many are."""
+        self._n_open += 1
+        report(self, load=self._n_open)
+        try:
+            yield
+        finally:
+            self._n_open -= 1
+            report(self, load=self._n_open)
+
+
+async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The values of coroutines that run beside each other. If one fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

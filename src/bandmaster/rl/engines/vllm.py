@@ -1,0 +1,326 @@
+"""`VLLM`: vLLM as a worker.
+
+::
+
+    one rank for each replica                        several ranks for each, along tp
+    worker: VLLM                                     workers of a replica: each a VLLM with an engine of its own
+      AsyncLLM: requests in, outputs out               LLM, "external_launcher": all get the same rows, choose the
+        ▲ sockets of vLLM                              same tokens, and add up what they compute over torch.distributed
+        ▼
+      a child process: scheduler, model, KV cache
+
+vLLM is imported in workers alone. `docs/design/` lists what of vLLM this module relies on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from bandmaster import Dispatch, UsageError, register, report
+from bandmaster.rl.engines import vllm_start
+from bandmaster.rl.engines.answers import Answer
+from bandmaster.rl.engines.interface import CONTROL, Engine, PauseMode
+from bandmaster.rl.engines.sampling import Sampling
+from bandmaster.rl.engines.vllm_values import (
+    answers_of,
+    metrics_of,
+    sampling_params,
+)
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+DEAD_LOAD = 1e9  # reported by a replica whose engine has died, so that requests go elsewhere
+
+
+class VLLM(Engine):
+    """A worker that runs vLLM.
+
+    Each coordinate along ``dp`` is a replica with an engine. Ranks along ``tp`` share one model: such a replica answers
+    batches (`generate`) alone. For requests to a model that needs several devices, let one rank have them:
+    ``ResourcePool([2], use_gpu=True, gpus_per_worker=4)`` and ``tensor_parallel_size=4``.
+
+    Sampling, LoRA and stop conditions are hooks of subclasses: `sampling_params`, `lora_request`, `is_stopped`.
+
+    Args:
+        model: A model's hub name or local path.
+        seed: Of the random numbers of engines; replicas draw different ones from it.
+        **options: The options of vLLM's ``EngineArgs``, such as ``dtype``, ``max_model_len``,
+            ``kv_cache_memory_bytes``, ``gpu_memory_utilization``, ``enable_lora`` and ``enable_sleep_mode``.
+
+    Raises:
+        UsageError: An option belongs to the mesh, or the ranks of a replica do not follow each other.
+        ImportError: vLLM is not installed.
+
+    Example::
+
+        with bm.ResourcePool([2], use_gpu=True) as pool:
+            rollout = bm.WorkerGroup(pool, rl.VLLM, "Qwen/Qwen3-0.6B", mesh=bm.Mesh(dp=2), max_model_len=4096)
+            rows = rollout.generate({"prompt": [[1, 2, 3], [4, 5]]}, rl.Sampling(max_tokens=64))
+            (answer,) = rollout.request([1, 2, 3], rl.Sampling(temperature=0)).result()
+    """
+
+    def __init__(self, model: str, *, seed: int = 0, **options: Any) -> None:
+        self._replica = vllm_start.Replica.of(self)
+        self._numbers = itertools.count()
+        self._open: set[str] = set()  # the requests in the engine, by vLLM's names
+        self._is_paused = self._is_asleep = False
+        options = {"model": model, "seed": seed + self._replica.number, **options}
+        self._engine: Any = None
+        self._llm: Any = None
+        if self._replica.n_ranks > 1:
+            self._llm = vllm_start.llm_of_ranks(self, self._replica, options)
+            self._config = self._llm.llm_engine.vllm_config
+        else:
+            self._engine = vllm_start.async_llm(options)
+            self._config = self._engine.vllm_config
+        self._is_text = not self._config.model_config.skip_tokenizer_init
+        self.vocab_size = self._config.model_config.get_vocab_size()
+        self.max_model_len = self._config.model_config.max_model_len
+        report(self, load=0, version=self.version)
+
+    # --- hooks ---
+
+    def sampling_params(self, sampling: Sampling) -> SamplingParams:
+        """The parameters that vLLM gets for a request.
+
+        Override it to set what `Sampling` does not have. A subclass of `Sampling` brings values along with a request::
+
+            @dataclass(frozen=True, kw_only=True)
+            class Penalized(rl.Sampling):
+                penalty: float = 1.0
+
+            class Rollout(rl.VLLM):
+                def sampling_params(self, sampling):
+                    params = super().sampling_params(sampling)
+                    params.repetition_penalty = sampling.penalty
+                    return params
+        """
+        return sampling_params(sampling, is_text=self._is_text)
+
+    def lora_request(self, sampling: Sampling) -> LoRARequest | None:
+        """The adapter with which a request is answered; by default none. The engine needs ``enable_lora=True``."""
+        return None
+
+    def is_stopped(self, answer: Answer, sampling: Sampling) -> bool:
+        """Whether an answer ends here, with finish reason "stop".
+
+        An override is called with each answer as it grows, which costs a message for each of its tokens; it is for
+        requests and batches of replicas of one rank.
+
+        Args:
+            answer: The answer so far.
+            sampling: How its tokens are chosen.
+        """
+        return False
+
+    # --- the engine ---
+
+    async def answers(self, prompt: list[int], sampling: Sampling) -> list[Answer]:
+        """Answer a prompt by vLLM's ``AsyncLLM``."""
+        if type(self).is_stopped is not VLLM.is_stopped:
+            return await self._whole(prompt, sampling)
+        output = None
+        async for output in self._outputs(prompt, sampling, is_streaming=False):  # noqa: B007  # the last one has all
+            pass
+        assert output is not None, "vLLM yields at least the last output"
+        return sorted(self._answers_of(output, sampling), key=lambda answer: answer.number)
+
+    async def increments(self, prompt: list[int], sampling: Sampling) -> AsyncGenerator[Answer, None]:
+        """Yield the tokens of answers as vLLM's ``AsyncLLM`` makes them."""
+        has_stop = type(self).is_stopped is not VLLM.is_stopped
+        if has_stop and sampling.n > 1:
+            raise UsageError(f"is_stopped of {type(self).__name__} ends one answer, got n={sampling.n}; ask for one")
+        whole: list[Answer] = []
+        outputs = self._outputs(prompt, sampling, is_streaming=True)
+        try:
+            async for output in outputs:
+                for part in self._answers_of(output, sampling):
+                    if has_stop and part.finish_reason is None:
+                        whole = [Answer.joined([*whole, part])]
+                        if self.is_stopped(whole[0], sampling):
+                            yield part._replace(finish_reason="stop")
+                            return
+                    yield part
+        finally:
+            await outputs.aclose()
+
+    async def answer_all(self, prompts: Sequence[list[int]], samplings: Sequence[Sampling]) -> list[Answer]:
+        """Answer prompts: all at a time, or by the engines of all ranks of a replica together."""
+        if self._llm is None:
+            return await super().answer_all(prompts, samplings)
+        return self._answer_together(prompts, samplings)
+
+    def _answer_together(self, prompts: Sequence[list[int]], samplings: Sequence[Sampling]) -> list[Answer]:
+        """Answer prompts on all ranks of the replica.
+
+        It holds up the event loop, so that no cancel has ranks stop at different steps.
+        """
+        if not prompts:
+            return []
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            [self.sampling_params(sampling) for sampling in samplings],
+            lora_request=[self.lora_request(sampling) for sampling in samplings],
+            use_tqdm=False,
+        )
+        return [self._answers_of(*one)[0] for one in zip(outputs, samplings, strict=True)]
+
+    def _answers_of(self, output: Any, sampling: Sampling) -> list[Answer]:
+        return answers_of(output, sampling, self.version, is_text=self._is_text)
+
+    async def _whole(self, prompt: list[int], sampling: Sampling) -> list[Answer]:
+        """The answer to a prompt, which a stop condition may end."""
+        return [Answer.joined([part async for part in self.increments(prompt, sampling)])]
+
+    async def _outputs(self, prompt: list[int], sampling: Sampling, is_streaming: bool) -> AsyncGenerator[Any, None]:
+        """Yield vLLM's outputs: parts as they come, or the whole.
+
+        Raises:
+            UsageError: vLLM refuses the request; or the replica has several ranks.
+            RuntimeError: The engine has died.
+        """
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        params = self.sampling_params(sampling)
+        params.output_kind = RequestOutputKind.DELTA if is_streaming else RequestOutputKind.FINAL_ONLY
+        name = str(next(self._numbers))
+        outputs = self._engine.generate(tokens_input(prompt), params, name, lora_request=self.lora_request(sampling))
+        self._open.add(name)
+        try:
+            async for output in outputs:
+                yield output
+        except VLLMClientError as error:
+            raise UsageError(f"vLLM refuses the request: {error}") from error
+        except EngineDeadError as error:
+            report(self, load=DEAD_LOAD)
+            raise RuntimeError(
+                f"the vLLM engine of rank {self.rank} has died; its output says why; have the rank replaced by "
+                "group.replace(rank), or restart the group"
+            ) from error
+        finally:
+            self._open.discard(name)
+            await outputs.aclose()
+
+    # --- control ---
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Make no more tokens until `resume`, by ``AsyncLLM.pause_generation``; the prefix cache is kept."""
+        await super().pause(mode)
+        self._is_paused = True
+        if self._engine is not None:
+            await self._engine.pause_generation(mode=mode, clear_cache=False)
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        if self._engine is not None and not self._is_asleep:
+            await self._engine.resume_generation()
+        self._is_paused = False
+
+    async def abort(self) -> None:
+        """Give up all requests that run or wait in the engine."""
+        if self._engine is not None:
+            await self._engine.abort(list(self._open))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free the memory of the device; requests that run are given up, as by `abort`, and further ones wait.
+
+        On CPUs, vLLM frees nothing; the engine sleeps all the same.
+
+        Args:
+            level: 1 keeps the weights in the host's memory; 2 drops them, so that they have to be loaded again.
+
+        Raises:
+            UsageError: The level is unknown, or the engine was made without ``enable_sleep_mode=True``.
+        """
+        if level not in (1, 2):
+            raise UsageError(f"the level of sleep must be 1 or 2, got {level!r}")
+        if self.device != "cpu" and not self._config.model_config.enable_sleep_mode:
+            raise UsageError("an engine that is to sleep frees memory only with enable_sleep_mode=True; make it so")
+        if self._engine is not None:
+            await self._engine.sleep(level, mode="abort")
+        elif not self._is_asleep:
+            self._llm.sleep(level)
+        self._is_asleep = True
+
+    async def wake(self) -> None:
+        """Take the memory back after `sleep`, and go on, unless `pause` was called."""
+        if self._engine is not None:
+            if self._is_asleep:
+                await self._engine.wake_up()
+                if self._is_paused:
+                    await self._engine.pause_generation(mode="keep", clear_cache=False)
+        elif self._is_asleep:
+            self._llm.wake_up()
+        self._is_asleep = False
+
+    async def reset_cache(self) -> None:
+        """Drop the prefix cache."""
+        if self._engine is not None:
+            await self._engine.reset_prefix_cache()
+        else:
+            self._llm.reset_prefix_cache()
+
+    @register(Dispatch.REQUEST, concurrency=CONTROL)
+    async def metrics(self) -> dict[str, float]:
+        """Figures of the engine by name.
+
+        Returns:
+            Those of `Engine.metrics`, and all counters and gauges of vLLM by their names, such as
+            ``vllm:kv_cache_usage_perc``.
+        """
+        found = metrics_of()
+        running, waiting = found.get("vllm:num_requests_running", 0), found.get("vllm:num_requests_waiting", 0)
+        return {**found, "n_running": running, "n_waiting": waiting, "version": self.version}
+
+    # --- checks ---
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engine makes tokens: it is neither paused nor asleep."""
+        return not (self._is_paused or self._is_asleep)
+
+    def check_request(self) -> None:
+        """Check that the engine answers requests.
+
+        Raises:
+            UsageError: The replica has several ranks.
+        """
+        if self._llm is not None:
+            n = self._replica.n_ranks
+            raise UsageError(
+                f"this replica is {n} ranks along tp with an engine each, which have to get the same prompts in the "
+                f"same order, so it answers batches alone: call generate; or let one rank have the devices, by "
+                f"ResourcePool(..., use_gpu=True, gpus_per_worker={n}), a mesh without tp, and tensor_parallel_size={n}"
+            )
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Check that texts that end answers can be found.
+
+        Raises:
+            UsageError: The engine has no tokenizer.
+        """
+        if sampling.stop and not self._is_text:
+            raise UsageError(f"stop={sampling.stop!r} needs a tokenizer, which this engine has not; use stop_token_ids")
+
+    def chat_token_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The prompt that the chat template of the model's tokenizer makes of messages.
+
+        Raises:
+            UsageError: The engine has no tokenizer, or the tokenizer no chat template, or that refuses the messages.
+        """
+        engine = self._llm if self._engine is None else self._engine
+        tokenizer = engine.get_tokenizer() if self._is_text else None
+        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+            raise UsageError("the model's tokenizer has no chat template; give token ids instead of messages")
+        try:
+            text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # templates are programs, and raise what they like
+            raise UsageError(f"the model's chat template refuses the messages: {error}") from error
+        return list(tokenizer.encode(text, add_special_tokens=False))
