@@ -122,7 +122,7 @@ def test_any_number_of_rows(engine, n):
 def test_parts_of_a_stream_join_to_the_whole(engine):
     sampling = Sampling(max_tokens=7, seed=5, n=2, logprobs=2)
     whole = engine.request(PROMPTS[0], sampling).result()
-    parts = list(engine.stream.stream(PROMPTS[0], sampling))
+    parts = list(engine.tokens.stream(PROMPTS[0], sampling))
     assert [Answer.joined([part for part in parts if part.number == n]) for n in (0, 1)] == whole
     assert whole[0].tokens != whole[1].tokens
     assert all(len(top) == 2 for top in whole[0].top_logprobs)
@@ -149,7 +149,7 @@ def test_a_cancelled_request_is_given_up(engine):
 
 
 def test_a_closed_stream_is_given_up(engine):
-    with engine.stream.stream(PROMPTS[0], LONG) as stream:
+    with engine.tokens.stream(PROMPTS[0], LONG) as stream:
         assert len(next(stream).tokens) == 1
     assert is_idle(engine)
 
@@ -172,7 +172,7 @@ def test_keep_holds_requests_and_goes_on(engine):
 
 def test_abort_returns_what_there_is(engine):
     async def main():
-        stream = engine.stream.options(maxsize=4).stream(PROMPTS[0], LONG)
+        stream = engine.tokens.options(maxsize=4).stream(PROMPTS[0], LONG)
         parts = [await anext(stream)]
         await engine.abort.all()
         return parts + [part async for part in stream]

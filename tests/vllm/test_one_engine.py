@@ -58,7 +58,7 @@ def test_a_stop_condition_ends_answers(engine, reference):
     (answer,) = engine.request(PROMPT, sampling).result()
     assert answer.tokens == tokens[:end] and answer.finish_reason == "stop"
     assert len(answer.log_probs) == len(answer.versions) == end
-    assert Answer.joined(list(engine.stream.stream(PROMPT, sampling))) == answer
+    assert Answer.joined(list(engine.tokens.stream(PROMPT, sampling))) == answer
     rows = engine.generate({"prompt": [PROMPT] * 3}, sampling)
     assert [one.tolist() for one in rows["answer"]] == [tokens[:end]] * 3
     deadline = time.monotonic() + 30

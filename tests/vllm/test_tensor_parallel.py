@@ -63,7 +63,7 @@ def test_a_request_is_an_error_that_names_the_way_out(engine):
     ):
         engine.request(PROMPTS[0], GREEDY).result()
     with pytest.raises(bm.RemoteError, match="answers batches alone"):
-        list(engine.stream.stream(PROMPTS[0], GREEDY))
+        list(engine.tokens.stream(PROMPTS[0], GREEDY))
 
 
 def test_control_reaches_all_ranks(engine):

@@ -112,7 +112,7 @@ def test_rows_of_none_and_of_one(engine):
 def test_parts_of_a_stream_join_to_the_whole(engine):
     sampling = Sampling(max_tokens=15, seed=7, n=2, logprobs=2)
     whole = engine.request(PROMPTS[0], sampling).result()
-    parts = list(engine.stream.stream(PROMPTS[0], sampling))
+    parts = list(engine.tokens.stream(PROMPTS[0], sampling))
     assert len(parts) > 2
     assert [Answer.joined([part for part in parts if part.number == n]) for n in (0, 1)] == whole
     assert all(len(top) in (2, 3) for answer in whole for top in answer.top_logprobs)
@@ -161,7 +161,7 @@ def test_a_cancelled_request_is_aborted_in_the_engine(engine):
 
 def test_a_closed_stream_is_aborted_in_the_engine(engine):
     async def main():
-        async for _ in engine.stream.stream(PROMPTS[0], LONG):
+        async for _ in engine.tokens.stream(PROMPTS[0], LONG):
             break
         await until(engine, [0, 0])
 
@@ -187,7 +187,7 @@ def test_keep_holds_requests_and_goes_on(engine):
 
 def test_abort_returns_what_there_is(engine):
     async def main(stop):
-        stream = engine.stream.stream(PROMPTS[0], LONG)
+        stream = engine.tokens.stream(PROMPTS[0], LONG)
         parts = [await anext(stream)]
         await stop()
         parts += [part async for part in stream]
@@ -272,7 +272,7 @@ def test_a_bad_prompt_is_an_error_and_the_engine_stays_usable(engine, prompt, sa
     with pytest.raises(bm.RemoteError, match=said):
         engine.request(prompt, GREEDY).result()
     with pytest.raises(bm.RemoteError, match=said):
-        list(engine.stream.stream(prompt, GREEDY))
+        list(engine.tokens.stream(prompt, GREEDY))
     if not isinstance(prompt, str):
         with pytest.raises(bm.RemoteError, match="prompt 1 "):
             engine.generate({"prompt": [[1], [1], [1], prompt]}, GREEDY)

@@ -5,7 +5,7 @@
     caller                                   worker: an Engine
     group.generate(rows, sampling) ───────►  generate ── checks all prompts ──► answer_all ─┐
     group.request(prompt, sampling) ──────►  request ─── checks the prompt ───► answers     ├──► the engine itself
-    group.stream.stream(prompt, sampling) ►  stream ──── checks the prompt ───► increments ─┘
+    group.tokens.stream(prompt, sampling) ►  tokens ──── checks the prompt ───► increments ─┘
     group.pause.all("keep") ──────────────►  pause, resume, abort, sleep, wake, reset_cache, metrics
 
 `interface.py` has what all engines share, `sampling.py` how tokens are chosen, `answers.py` the values that come back,

@@ -24,7 +24,7 @@ class Engine(Worker, ABC):
     """Base class of workers that are inference engines: token ids in, token ids out.
 
     A batch goes to all replicas by `generate`, a call that runs alone. Single prompts go to one replica each by
-    `request` and `stream`, many at a time. The methods that control an engine are requests, so that they reach one that
+    `request` and `tokens`, many at a time. The methods that control an engine are requests, so that they reach one that
     is busy; ``group.pause.all("keep")`` reaches all replicas.
 
     An engine implements `answers`, `increments`, and the methods that control it. All run on the event loop of the
@@ -159,7 +159,7 @@ class Engine(Worker, ABC):
             return await self.answers(ids, sampling)
 
     @register(Dispatch.REQUEST, concurrency=CONCURRENCY)
-    async def stream(self, prompt: Any, sampling: Sampling = Sampling()) -> AsyncGenerator[Answer, None]:  # noqa: B008
+    async def tokens(self, prompt: Any, sampling: Sampling = Sampling()) -> AsyncGenerator[Answer, None]:  # noqa: B008
         """Yield the parts of the answers to one prompt as they come. Closing the stream gives them up in the engine.
 
         Args:
