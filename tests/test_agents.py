@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -219,6 +220,17 @@ def test_a_result_is_not_waited_for_longer_than_its_timeout_while_a_host_sends_n
         os.kill(pids[2], signal.SIGCONT)
     assert (made.result(timeout=30)["x"] == ROWS["x"] * 2).all()
     assert (some.result()["i"] == ROWS["i"][N // 2 :]).all()
+
+
+def test_a_host_that_is_slow_to_answer_is_asked_again_for_rows(group, monkeypatch):
+    monkeypatch.setattr("bandmaster.hosts.link.HANDSHAKE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("bandmaster.hosts.handshake.HANDSHAKE_TIMEOUT_S", 0.5)
+    pids = group.process()
+    made = group.make.submit(ROWS)
+    made.exception()
+    os.kill(pids[2], signal.SIGSTOP)
+    threading.Timer(0.8, os.kill, [pids[2], signal.SIGCONT]).start()
+    assert (made.result(timeout=30)["x"] == ROWS["x"] * 2).all()
 
 
 @contextlib.contextmanager

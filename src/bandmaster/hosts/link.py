@@ -15,7 +15,6 @@ would take three times as long as sending them. With encryption, all is authenti
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import hmac
@@ -36,6 +35,8 @@ import numpy as np
 
 from bandmaster.codec import Payload
 from bandmaster.hosts.handshake import HANDSHAKE_TIMEOUT_S, Keys, Refused, Secret, greet
+from bandmaster.platform.deadline import Deadline
+from bandmaster.platform.settings import host_timeout_s
 from bandmaster.wire.messages import Closed
 from bandmaster.wire.poller import HAS_ROOM, Poller
 
@@ -332,7 +333,7 @@ def _views(payloads: Iterable[Payload]) -> list[memoryview]:
 def connect(
     address: Address, secret: Secret, purpose: int, place: Allocate = in_memory, timeout_s: float = 0.0
 ) -> Link:
-    """Connect to an agent. This is tried again: a flood of connections may have the agent close some.
+    """Connect to an agent. This is tried again: a flood of connections may have the agent close some, or it is slow.
 
     Args:
         address: Where it listens.
@@ -343,12 +344,15 @@ def connect(
 
     Raises:
         Refused: It does not know the secret.
-        OSError: It cannot be reached.
+        OSError: It cannot be reached, or has not answered as long as a host may be silent.
     """
-    attempt = partial(_connected, address, secret, purpose, place, timeout_s)
+    attempt, patience = partial(_connected, address, secret, purpose, place, timeout_s), Deadline(host_timeout_s())
     for _ in range(N_ATTEMPTS - 1):
-        with contextlib.suppress(Refused, ConnectionError):
+        try:
             return attempt()
+        except (Refused, ConnectionError, TimeoutError):
+            if not patience.left():
+                raise
     return attempt()
 
 
