@@ -35,6 +35,7 @@ from bandmaster.worker_process.rendezvous import Rendezvous
 
 GONE_S = 1.5  # time for killed processes to end
 EXIT_S = 2.0  # time for the zygote to end all workers and itself
+ALONE_EXIT_S = 60.0  # the same once the controller has ended: large processes on a busy machine take long to die
 ORPHANS_S = 0.05  # how often to look for orphans that still run
 MESSAGE_NBYTES = 150 * 1024
 MAX_DESCRIPTORS = 6  # of a spawn request: lane, standard output and error, log, listening socket, file
@@ -251,7 +252,8 @@ class _Zygote:
         """Kill the workers and all processes that they started."""
         self._living.clear()
         self._has_orphans = True
-        deadline = time.monotonic() + EXIT_S
+        is_alone = bool(select.select([self._controller], (), (), 0)[0])  # then nobody waits for this
+        deadline = time.monotonic() + (ALONE_EXIT_S if is_alone else EXIT_S)
         while self._has_orphans and time.monotonic() < deadline:
             self._reap()
             select.select([self._wake], [], [], ORPHANS_S)
