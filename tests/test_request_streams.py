@@ -12,6 +12,7 @@ import pytest
 
 import bandmaster as bm
 from bandmaster import Dispatch, Only, Route, TransferProtocol, register
+from bandmaster.requests.stream import ItemsRequest
 from bandmaster.wire.status_page import Activity
 
 DEADLINE = 20.0  # of whatever must end
@@ -183,9 +184,7 @@ def test_a_generator_is_ahead_of_its_reader_by_no_more_than_maxsize(group, count
 
 def test_a_stream_has_its_place_until_it_ends(group, counts):
     streams = [group.count.options(replica=0).stream(None) for _ in range(PLACES)]
-    with pytest.raises(
-        bm.CallTimeout, match=r"Speaker.count was not sent within 0.05 s; replica 0 runs 3 requests"
-    ):
+    with pytest.raises(bm.CallTimeout, match=r"Speaker.count was not sent within 0.05 s; replica 0 runs 3 requests"):
         group.count.options(replica=0, timeout=0.05).stream(1)
     assert next(group.count.stream(1)) == 0, "the other replica has one"
     streams.pop().close()
@@ -193,6 +192,17 @@ def test_a_stream_has_its_place_until_it_ends(group, counts):
     for stream in streams:
         stream.close()
     assert counts()[0::2] == (PLACES + 2, PLACES + 2)
+
+
+def test_what_a_stream_has_read_needs_no_garbage_collection(group):
+    list(group.count.stream(3))
+    gc.collect()
+    gc.disable()
+    try:
+        list(group.count.stream(3))
+        assert not [one for one in gc.get_objects() if isinstance(one, ItemsRequest)]
+    finally:
+        gc.enable()
 
 
 def test_streams_wait_for_a_place_in_an_event_loop(group):

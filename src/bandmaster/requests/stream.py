@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
@@ -56,7 +57,7 @@ class ItemsRequest(Request):
     """A request for the items of a generator. Its value: their payloads, at least one unless it was the last; is it?
 
     Attributes:
-        run: The request that runs the generator, with which the first one is sent.
+        run: A weak reference to the request that runs the generator, with which the first one is sent.
 
     Args:
         name: Name of the stream.
@@ -65,7 +66,7 @@ class ItemsRequest(Request):
     """
 
     has_place = False
-    run: Request
+    run: weakref.ref[Request]
 
     def __init__(self, site: CallSite, router: SendsRequests, name: str, limit: int, asks_for: str) -> None:
         super().__init__(site, Arguments((encode(((0, name), (1, limit))),)), router)
@@ -77,7 +78,9 @@ class ItemsRequest(Request):
     def late(self, timeout_s: float) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``."""
         if not self.replicas:
-            return self.run.late(timeout_s)
+            run = self.run()
+            assert run is not None, "the stream that waits has it"
+            return run.late(timeout_s)
         ranks = ", ".join(map(str, self.missing))
         what, what_next = f"got no item from rank {ranks}", "the stream was closed; iterate over a new one"
         return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks(), what_next, what)
@@ -110,7 +113,7 @@ class RequestStream(Closing, Generic[T]):
         self._lock = threading.Lock()
         super().__init__(run.site.method, run.workers, run.cancel)
         run.first = ItemsRequest(run.site, run.router, run.name, most, FIRST_ITEMS)
-        run.first.run = run
+        run.first.run = weakref.ref(run)
         run.first.calls_back = run.calls_back
         self._waits_for: RequestFuture[Any] | None = RequestFuture(run.first, group)
 
