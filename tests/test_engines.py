@@ -5,10 +5,10 @@ import importlib
 import sys
 from pathlib import Path
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
+from by_value import sent_by_value
 from conftest import has_vllm
 
 import bandmaster as bm
@@ -26,19 +26,8 @@ PROMPTS = [[4, 7, 10], [8, 5, 11, 2], [3], [1, 2, 3]]
 @pytest.fixture(scope="module", autouse=True)
 def modules():
     """The modules of the example, importable here and sent to workers by value."""
-    sys.path.insert(0, str(FOLDER))
-    before = set(sys.modules)
-    importlib.import_module("toy_engine")
-    own = [
-        m for name, m in sys.modules.items() if name not in before and str(FOLDER) in (getattr(m, "__file__", "") or "")
-    ]
-    for module in own:
-        cloudpickle.register_pickle_by_value(module)
-    yield
-    for module in own:
-        cloudpickle.unregister_pickle_by_value(module)
-        del sys.modules[module.__name__]
-    sys.path.remove(str(FOLDER))
+    with sent_by_value(FOLDER, "toy_engine"):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,11 @@
 """The programs of examples/rlhf: shortened runs, the same on every backend and mesh, that can be resumed."""
 
 import importlib
-import sys
 from pathlib import Path
 
-import cloudpickle
 import pytest
 import torch
+from by_value import sent_by_value
 
 import bandmaster as bm
 
@@ -20,15 +19,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module", autouse=True)
 def programs():
     """The modules of the programs, importable here and sent to workers by value."""
-    sys.path.insert(0, str(FOLDER))
-    modules = [importlib.import_module(path.stem) for path in sorted(FOLDER.glob("*.py"))]
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    yield
-    for module in modules:
-        cloudpickle.unregister_pickle_by_value(module)
-        del sys.modules[module.__name__]
-    sys.path.remove(str(FOLDER))
+    with sent_by_value(FOLDER, *sorted(path.stem for path in FOLDER.glob("*.py"))):
+        yield
 
 
 def run(program, **options):

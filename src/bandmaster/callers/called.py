@@ -16,7 +16,7 @@ from bandmaster.callers.reached import ReachedWorkers, is_here
 from bandmaster.calls.future import Future
 from bandmaster.calls.spec import MethodSpec, specs_of
 from bandmaster.calls.submission import Submitter
-from bandmaster.errors import CallTimeout, UsageError, suggestion
+from bandmaster.errors import UsageError, suggestion
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import replicas
@@ -300,15 +300,8 @@ class RelayedMethod(CalledMethod):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the method: wait for its value, or return a future of it, as the controller's group does."""
         future = self.submit(*args, **kwargs)
-        if self._n_replicas or not self._asked.registration.is_blocking:
-            return future
-        try:
-            return future.result()
-        except CallTimeout:
-            raise  # it can still be waited for
-        except BaseException:
-            future.cancel()
-            raise
+        is_waited_for = self._asked.registration.is_blocking and not self._n_replicas
+        return future.result_or_cancel() if is_waited_for else future
 
     def submit(self, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call the method, and return the future of its value without waiting."""

@@ -378,9 +378,12 @@ def is_here(door: str) -> bool:
 def _answer(sock: socket.socket, timeout_s: float, name: str) -> tuple[socket.socket, str, Any]:
     """Read the answer of a door; returns the socket with it."""
     sock.settimeout(timeout_s)
+    ended = SHUT, f"the controller of group {name!r} has ended"
+    answer: tuple[str, Any] = WAIT, None
     try:
-        while (message := sock.recv(ANSWER_NBYTES)) and pickle.loads(message)[0] == WAIT:
-            pass
+        while answer[0] == WAIT:
+            message = sock.recv(ANSWER_NBYTES)
+            answer = pickle.loads(message) if message else ended
     except (TimeoutError, BlockingIOError):
         if timeout_s < ANSWER_S:
             sock.setblocking(True)
@@ -391,7 +394,6 @@ def _answer(sock: socket.socket, timeout_s: float, name: str) -> tuple[socket.so
             "hold the interpreter's lock"
         ) from None
     except OSError:
-        message = b""
+        answer = ended
     sock.setblocking(True)
-    answer, said = pickle.loads(message) if message else (SHUT, f"the controller of group {name!r} has ended")
-    return sock, answer, said
+    return sock, *answer

@@ -134,6 +134,16 @@ class Future(Handle, Generic[T]):
         """Whether the call is not done. A call counts as running from the moment it is submitted."""
         return not self.done()
 
+    def result_or_cancel(self, timeout: float | None = None) -> T:
+        """Wait for the result as `result` does, for a caller that alone has the future: Ctrl-C cancels the call."""
+        try:
+            return self.result(timeout)
+        except CallTimeout:
+            raise  # it can still be waited for
+        except BaseException:
+            self.cancel()
+            raise
+
     def cancel(self) -> bool:
         """Cancel the call: ranks that run it are interrupted, and ranks that have not begun it skip it.
 

@@ -23,7 +23,6 @@ from bandmaster.calls.request import CallRequest, CallSite, Collection, encode_g
 from bandmaster.calls.row_arguments import RowsElsewhere, refers_to_rows
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, Ticket, WorkerCall, Workers
-from bandmaster.errors import CallTimeout
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, alike
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import RealRows
@@ -133,14 +132,7 @@ class Submitter:
     def call(self, request: CallRequest) -> Any:
         """Send a call and wait for its result. Ctrl-C cancels it, as no other code has the future."""
         submit = self.submit_anyway if self.gate is None else self.submit
-        future = submit(request, is_waited_for=True)
-        try:
-            return future.result()
-        except CallTimeout:
-            raise  # it can still be waited for
-        except BaseException:
-            future.cancel()
-            raise
+        return submit(request, is_waited_for=True).result_or_cancel()
 
     def submit(self, request: CallRequest, is_waited_for: bool = False) -> Future[Any]:
         """Send a call now, or when the rows that it takes are there.

@@ -10,7 +10,7 @@ from bandmaster.calls.future import Future, claims_of
 from bandmaster.calls.request import encode_argument
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.codec import decode
-from bandmaster.errors import CallTimeout, UsageError
+from bandmaster.errors import UsageError
 from bandmaster.flow.stream import Stream
 from bandmaster.plan.arguments import BoundArgument
 from bandmaster.requests.arguments import check_has_rows
@@ -69,14 +69,7 @@ class Mapped(Stream):
             RemoteError, WorkerDied, CallTimeout, CallCancelled: A request has failed, see `Future.result`.
             CollectError: The values of chunks cannot be joined.
         """
-        future = self.future
-        try:
-            return future.result(timeout)
-        except CallTimeout:
-            raise
-        except BaseException:
-            self.cancel()
-            raise
+        return self.future.result_or_cancel(timeout)
 
     def __await__(self) -> Generator[Any, None, Any]:
         """Wait for the whole in an event loop; see `result`. Cancelling the task that waits cancels the map."""

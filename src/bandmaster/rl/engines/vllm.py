@@ -18,10 +18,10 @@ import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bandmaster import Dispatch, UsageError, register, report
+from bandmaster import UsageError, report
 from bandmaster.rl.engines import vllm_start
 from bandmaster.rl.engines.answers import Answer
-from bandmaster.rl.engines.interface import CONTROL, Engine, PauseMode
+from bandmaster.rl.engines.interface import Engine, PauseMode
 from bandmaster.rl.engines.sampling import Sampling
 from bandmaster.rl.engines.vllm_values import (
     answers_of,
@@ -267,7 +267,6 @@ class VLLM(Engine):
         else:
             self._llm.reset_prefix_cache()
 
-    @register(Dispatch.REQUEST, concurrency=CONTROL)
     async def metrics(self) -> dict[str, float]:
         """Figures of the engine by name.
 
