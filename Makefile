@@ -2,6 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# pip would compile every module of a package, most of which nobody imports. Those that are, Python compiles once, unless
+# it is told not to write bytecode, when each of the many processes that tests start would do it again.
+export PIP_COMPILE := 0
+export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test test-fast test-all test-hosts test-hosts-fast test-verl test-verl-fast test-vllm lint grpo ppo soak fuzz bench bench-verl bench-rlhf bench-requests bench-engines bench-hosts dist docs clean
@@ -10,9 +14,8 @@ demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
 
 # Tests wait most of the time, so at least four processes run them. TEST_OPTIONS='-k mesh -n 0' chooses tests and processes.
-# Each of the many processes that tests start would compile our modules again, were Python told not to write bytecode.
 TEST_PROCESSES ?= $(shell n=$$(nproc); echo $$((n > 4 ? n : 4)))
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES)
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 test: $(VENV)/.dev  ## install everything, check the code, and run the tests of all that a change can break in five minutes
 	$(MAKE) --no-print-directory --jobs=2 lint test-fast

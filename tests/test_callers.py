@@ -359,6 +359,7 @@ def test_values_of_calls_of_all_ranks_are_not_kept_in_the_worker(agents):
     assert agents.do(calls) == [[True] * 5] * 2
 
 
+@pytest.mark.here  # on other hosts the door is an agent's, whose beat stays slow
 @pytest.mark.backends("local", "ray")
 def test_a_worker_waits_for_a_rank_that_has_much_to_do(make_group, tmp_path, monkeypatch):
     monkeypatch.setattr("bandmaster.callers.door.BEAT_S", 0.1)
