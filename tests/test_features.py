@@ -22,6 +22,7 @@ class Removed:
 sys.meta_path.insert(0, Removed())
 """
 
+FEATURES = ["flow", "requests", "answering", "output", "debugging", "tracing", "turns", "watching"]
 SELECTED = [
     "test_group.py::test_arguments_of_every_kind_arrive",
     "test_group.py::test_constructor_arguments_of_every_kind_arrive",
@@ -39,7 +40,7 @@ SELECTED = [
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("room", ["flow", "requests", "answering", "output", "debugging", "tracing", "turns"])
+@pytest.mark.parametrize("room", FEATURES)
 def test_the_path_works_without_a_feature(room, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(REMOVES)
     path = os.pathsep.join([str(tmp_path), str(Path(bandmaster.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])

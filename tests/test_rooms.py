@@ -35,10 +35,11 @@ ROOMS = {
     "pool": "errors plan worker contract platform backends",
     "tracing": "codec errors plan contract calls",
     "turns": "errors plan platform calls lifecycle",
+    "watching": "errors contract platform calls lifecycle",
     "groups": "codec errors plan worker contract platform rows calls flow requests roles callers backends lifecycle "
-    "pool tracing turns",
+    "pool tracing turns watching",
     "registration": "errors plan worker calls groups",
-    "__init__": "errors plan worker platform calls flow requests pool tracing groups registration",
+    "__init__": "errors plan worker platform calls flow requests pool tracing watching groups registration",
     "compat": "errors",
     "rl": "plan __init__",
     "single_controller": "codec errors plan worker contract platform calls wire debugging output hosts roles "
@@ -53,7 +54,7 @@ ROOMS = {
 PATH = ["errors", "plan", "codec", "worker", "roles", "contract", "wire", "worker_process", "rows", "calls", "groups"]
 PATH += ["registration", "__init__"]
 PLACES = ["platform", "backends", "hosts", "lifecycle", "pool"]
-FEATURES = ["flow", "requests", "answering", "callers", "turns", "tracing", "output", "debugging"]
+FEATURES = ["flow", "requests", "answering", "callers", "turns", "tracing", "watching", "output", "debugging"]
 BESIDE = ["cli", "__main__", "testing", "single_controller", "compat", "rl"]
 
 

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from bandmaster.requests.map_result import FailedRows, PartialResult
     from bandmaster.tracing.ledger import Trace, trace
     from bandmaster.tracing.records import CallRecord, CallTable, RankTimes
+    from bandmaster.watching.watch import Stall, stalls
 
 __version__ = VERSION
 _hide_library_frames()
@@ -72,9 +73,11 @@ _MODULES = {  # of the names of features
     "Mapped": "requests.map",
     "PartialResult": "requests.map_result",
     "RankTimes": "tracing.records",
+    "Stall": "watching.watch",
     "Stream": "flow.stream",
     "Trace": "tracing.ledger",
     "as_completed": "flow.waiting",
+    "stalls": "watching.watch",
     "trace": "tracing.ledger",
     "wait": "flow.waiting",
 }
@@ -133,6 +136,7 @@ __all__ = [
     "Route",
     "RowsLost",
     "Split",
+    "Stall",
     "Stream",
     "Trace",
     "TransferPlan",
@@ -154,6 +158,7 @@ __all__ = [
     "report",
     "set_default_options",
     "split_resource_pool",
+    "stalls",
     "trace",
     "wait",
 ]

@@ -211,6 +211,22 @@ class WorkerProcess:
     pid: int
 
 
+class Signs(NamedTuple):
+    """The signs of life of a rank at one moment.
+
+    Attributes:
+        state: The state of its process, a letter as in proc(5); "" if it has ended.
+        cpu_s: Processor time that it and its child processes have used, in seconds.
+        method: The method that it runs; "" for none.
+        seconds: How long it has been running that.
+    """
+
+    state: str
+    cpu_s: float
+    method: str
+    seconds: float
+
+
 class Reply(IntEnum):
     """The fate of the value that a method returns."""
 
@@ -467,6 +483,9 @@ class Workers(Protocol):
 
         The stack of a rank that has not come to its ticket's call begins with `QUEUED`.
         """
+
+    def signs(self, ranks: Sequence[int]) -> Mapping[int, Signs]:
+        """The signs of life of ranks, without those that have no process of their own or whose host does not answer."""
 
     def check(self, is_thorough: bool = True) -> bool:
         """Take what has arrived, and notice deaths that no call has met; False once `stop` was called.

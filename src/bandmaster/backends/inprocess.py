@@ -29,6 +29,7 @@ from bandmaster.contract import (
     Launch,
     Reports,
     Rows,
+    Signs,
     WorkerCall,
     WorkerRecord,
 )
@@ -255,6 +256,10 @@ class InProcessWorkers:
 
     def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
         """Always empty: ranks run on the caller's own stack."""
+        return {}
+
+    def signs(self, ranks: Sequence[int]) -> dict[int, Signs]:
+        """Always empty: ranks have no processes."""
         return {}
 
     def check(self, is_thorough: bool = True) -> bool:

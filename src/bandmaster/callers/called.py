@@ -26,7 +26,7 @@ from bandmaster.requests.future import RequestFuture
 from bandmaster.requests.method import RequestMethod
 from bandmaster.requests.request import Request
 from bandmaster.requests.router import Router
-from bandmaster.requests.target import ANY, Target
+from bandmaster.requests.target import ANY, LIMITS, Target
 from bandmaster.wire.lanes import LaneClient
 from bandmaster.worker import Registration, Worker, registrations
 from bandmaster.worker_process.call_path import PATH, Process, Step, conflict, path_of_this_call, refusal
@@ -311,7 +311,7 @@ class RelayedMethod(CalledMethod):
         """A copy of this method with other options; the controller checks those of calls of all ranks."""
         given = {**self._given, **options}
         if self._n_replicas:
-            ANY.but({name: value for name, value in given.items() if name != "timeout"}, self._n_replicas)
+            ANY.but({name: value for name, value in given.items() if name not in LIMITS}, self._n_replicas)
         return type(self)(self._group, self._submitter, self._asked, self._n_replicas, given)
 
     def all(self, /, *args: Any, **kwargs: Any) -> Future[list[Any]]:

@@ -348,6 +348,11 @@ class OpenWork:
         for router in list(self.routers.values()):
             router.wake()
 
+    def unanswered(self) -> list[Any]:
+        """The calls and requests that were sent, and not seen to end."""
+        calls = [call for call in self._sent.copy() if not call.has_ended]
+        return calls + [request for router in list(self.routers.values()) for request in router.open_requests()]
+
     def ranks_of_requests(self) -> list[Sequence[int]]:
         """The ranks of each request that has not ended; none for one that waits for a replica."""
         return [request.ranks for router in list(self.routers.values()) for request in router.open_requests()]

@@ -31,11 +31,15 @@ def check_count(name: str, value: Any) -> None:
         raise UsageError(f"{name} must be a whole number of 1 or more, got {value!r}")
 
 
+USUAL = "usual"
+
+
 class Limits(TypedDict, total=False):
     """The keywords of `CallOptions`, for type checkers."""
 
     timeout: float | None
     grace: float | None
+    stall_after: float | Literal["usual"] | None
 
 
 class MethodOptions(Limits, total=False):
@@ -91,10 +95,14 @@ class CallOptions:
         timeout: Seconds that a wait for the result may take before `CallTimeout`; None sets no limit.
         grace: Seconds from the interruption of a call, after a cancel or the failure of a rank, until the controller
             ends ranks that still run it, for example in C code; None never ends one.
+        stall_after: Seconds without progress after which a call is reported as stalled; None never reports it.
+            ``"usual"`` is ten times as long as the method was seen to take, at least 30 s and at most 5 min, and 60 s
+            before it was seen. See `bandmaster.watching`.
     """
 
     timeout: float | None = None
     grace: float | None = 5.0
+    stall_after: float | str | None = USUAL
 
     def but(self, changes: Mapping[str, Any]) -> CallOptions:
         """A copy with some options changed.
@@ -107,13 +115,16 @@ class CallOptions:
                 raise UsageError(
                     f"{name}= was removed: register the method with Dispatch.REQUEST and call method.map(rows, chunk=n)"
                 )
-            if name not in ("timeout", "grace"):
+            if name not in CALL_NAMES:
                 where = f"; {name} is for group.method.options(...)" if name in FLOW_NAMES else ""
-                raise UsageError(
-                    f"a call has no option {name!r}; its options are timeout and grace, both in seconds{where}"
-                )
-            check_seconds(name, value)
+                known = " and ".join([", ".join(CALL_NAMES[:-1]), CALL_NAMES[-1]])
+                raise UsageError(f"a call has no option {name!r}; its options are {known}, all in seconds{where}")
+            if (name, value) != ("stall_after", USUAL):
+                check_seconds(name, value)
         return replace(self, **changes)
+
+
+CALL_NAMES = tuple(field.name for field in fields(CallOptions))
 
 
 class _Library:
@@ -125,11 +136,12 @@ class _Library:
 library = _Library()
 
 
-def set_default_options(**options: float | None) -> None:
+def set_default_options(**options: float | str | None) -> None:
     """Set the default options of the calls of all groups. The options of a group or of a call take precedence.
 
     Args:
-        **options: ``timeout`` (at first None) and ``grace`` (at first 5), both in seconds; see `CallOptions`.
+        **options: ``timeout`` (at first None), ``grace`` (at first 5) and ``stall_after`` (at first ``"usual"``), in
+            seconds; see `CallOptions`.
 
     Raises:
         UsageError: An option is unknown, or its value is not a non-negative number or None.

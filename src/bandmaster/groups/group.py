@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -148,6 +148,12 @@ class GroupOf(AnyGroup, Generic[W]):
             )
             with self._renewal():
                 self._start(self._launch)
+            if self._ownership.workers().arrivals is not None:  # else the methods run here
+                with suppress(ModuleNotFoundError):  # the room `watching` may be removed
+                    from bandmaster.watching.watch import watch
+
+                    self._ownership.when_closed(watch.look_soon)
+                    watch.begin()
         except BaseException:
             self._ownership.close()
             raise

@@ -16,13 +16,13 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
 from bandmaster.codec import Payload
-from bandmaster.contract import ShowOutput, Written
+from bandmaster.contract import ShowOutput, Signs, Written
 from bandmaster.errors import ClosedError, ResourceError
 from bandmaster.errors.failure import Failure
 from bandmaster.hosts.handshake import Refused, Secret, welcome
@@ -356,6 +356,10 @@ class AgentServer:
         with self._lock:
             tickets = ranks.tickets(numbers)
         return dict(ranks.workers.stacks(tickets))
+
+    def signs(self, name: str, ranks: Iterable[int]) -> Mapping[int, Signs]:
+        """Return the signs of life of ranks."""
+        return self._groups[name].workers.signs(tuple(ranks))
 
     def kill(self, name: str, numbers: Mapping[int, int | None], why: str) -> None:
         """End the ranks that are at the calls with these numbers."""

@@ -16,6 +16,7 @@ from bandmaster.contract import (
     Kept,
     Launch,
     RowFacts,
+    Signs,
     Ticket,
     WorkerCall,
     WorkerRecord,
@@ -388,12 +389,21 @@ class AgentWorkers(Client):
 
     def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
         """The stacks of ranks, of all hosts at the same time; see `contract.Workers.stacks`."""
-        by_agent = self._numbers_of(_unanswered(tickets))
-        asked = [self._ask(agent, AgentServer.stacks, numbers) for agent, numbers in by_agent.items()]
-        found: dict[int, str] = {}
+        found: dict[int, str] = self._from_hosts(AgentServer.stacks, self._numbers_of(_unanswered(tickets)))
+        return found
+
+    def signs(self, ranks: Sequence[int]) -> dict[int, Signs]:
+        """The signs of life of ranks; see `contract.Workers.signs`."""
+        found: dict[int, Signs] = self._from_hosts(AgentServer.signs, self._numbers_of(dict.fromkeys(ranks)))
+        return found
+
+    def _from_hosts(self, question: Callable[..., object], by_agent: Mapping[Agent, Mapping[int, int | None]]) -> Any:
+        """What agents tell of ranks, as one dict, without the ranks of hosts that do not answer."""
+        asked = [self._ask(agent, question, numbers) for agent, numbers in by_agent.items()]
+        found: dict[int, Any] = {}
         deadline = Deadline(STACKS_TIMEOUT_S)
         for ticket in asked:
-            with suppress(TimeoutError, ClosedError):  # a host that does not answer has no stacks to show
+            with suppress(TimeoutError, ClosedError):
                 found.update(self._links.answers([ticket], deadline.left())[0])
         return found
 

@@ -23,6 +23,7 @@ class OpenGroup(Protocol):
     _name: str
     _ownership: Ownership
     _pool: Any
+    _submitter: Any
 
     def close(self) -> None:
         """Release its workers and slots."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypedDict, TypeVar
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.method import MethodOfGroup
@@ -17,7 +17,7 @@ from bandmaster.requests.parts import MapOptions
 from bandmaster.requests.request import Request
 from bandmaster.requests.router import Router
 from bandmaster.requests.stream import GeneratorRequest, RequestStream
-from bandmaster.requests.target import Target
+from bandmaster.requests.target import LIMITS, Target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -32,6 +32,7 @@ class RequestOptions(TypedDict, total=False):
     """The keywords of `RequestMethod.options`, for type checkers."""
 
     timeout: float | None
+    stall_after: float | Literal["usual"] | None
     key: Hashable
     replica: int | None
     spill: int
@@ -169,9 +170,10 @@ class RequestMethod(MethodOfGroup, Generic[P, G]):
 
         Args:
             **options: ``timeout``: seconds after which a request that is waited for is cancelled, and raises
-                `CallTimeout`; None sets no limit. ``key``: a hashable value, for example of a conversation; requests
-                with equal keys go to one replica, whose caches then know it, unless that replica has more than
-                ``spill`` (16) open requests more than the least busy one. ``replica``: the number of the replica.
+                `CallTimeout`; None sets no limit. ``stall_after``: see `CallOptions`. ``key``: a hashable value, for
+                example of a conversation; requests with equal keys go to one replica, whose caches then know it, unless
+                that replica has more than ``spill`` (16) open requests more than the least busy one. ``replica``: the
+                number of the replica.
                 ``maxsize``: most items of a `stream` that are made before they are taken, 16 by default.
                 ``retries``: how often a request is sent again, to another replica, because its replica has died; one
                 that a worker may have begun is sent again only if the method is registered with
@@ -181,8 +183,8 @@ class RequestMethod(MethodOfGroup, Generic[P, G]):
         Raises:
             UsageError: An option is unknown, or its value is invalid.
         """
-        limits = {name: value for name, value in options.items() if name == "timeout"}
-        chosen: Mapping[str, Any] = {name: value for name, value in options.items() if name != "timeout"}
+        limits = {name: value for name, value in options.items() if name in LIMITS}
+        chosen: Mapping[str, Any] = {name: value for name, value in options.items() if name not in LIMITS}
         return self._but(limits, self._how.but(chosen, len(Router.of(self._submitter, self._spec).replicas)))
 
     def stream(self, /, *args: P.args, **kwargs: P.kwargs) -> RequestStream[Any]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from bandmaster.errors import UsageError
 
+LIMITS = "timeout", "stall_after"  # the options that requests share with other calls; see `CallOptions`
+
 
 @dataclass(frozen=True)
 class Target:
@@ -37,7 +39,7 @@ class Target:
         Raises:
             UsageError: An option is unknown, or its value is invalid.
         """
-        names = ["timeout", *(field.name for field in fields(self) if field.name != "is_all")]
+        names = [*LIMITS, *(field.name for field in fields(self) if field.name != "is_all")]
         unknown = [name for name in changes if name not in names]
         if unknown:
             listed = f"{', '.join(names[:-1])} and {names[-1]}"

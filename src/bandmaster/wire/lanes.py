@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from bandmaster.codec import Payload, encode
-from bandmaster.contract import CLOSED, QUEUED, Kept, Ticket, WorkerCall
+from bandmaster.contract import CLOSED, QUEUED, Kept, Signs, Ticket, WorkerCall
 from bandmaster.errors import ClosedError, ResourceError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.limits import start_thread
@@ -366,6 +366,10 @@ class LaneClient(Client):
         texts = status_page.stacks([self.processes[rank] for rank in tickets])
         pids = {rank: self.processes[rank] for rank in tickets}
         return {rank: queued[rank] + texts[pid] for rank, pid in pids.items() if pid in texts}
+
+    def signs(self, ranks: Sequence[int]) -> dict[int, Signs]:
+        """The signs of life of ranks; see `contract.Workers.signs`."""
+        return {rank: status_page.signs_of(self.processes[rank]) for rank in ranks if rank in self.processes}
 
     # --- workers that come and go ---
 

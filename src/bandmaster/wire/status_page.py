@@ -36,11 +36,11 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from types import FrameType
 
-from bandmaster.contract import CONSTRUCT
+from bandmaster.contract import CONSTRUCT, Signs
 from bandmaster.errors.failure import IN_DEBUGGER
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
-from bandmaster.platform.proc import descriptors, pids
+from bandmaster.platform.proc import cpu_s_of_family, descriptors, pids, stat
 from bandmaster.wire.stacks import TASKS, can_tell_of_tasks, readable, tells_of_tasks
 
 _LAST_SIGNAL = int(getattr(signal, "SIGRTMAX", 64))  # there is none on systems where no worker has its own process
@@ -279,6 +279,13 @@ class Activity:
         method = names[running - 1].decode(errors="replace")
         shown = "".join(c if c.isprintable() else "?" for c in method)
         return cls(shown, max(0.0, time.monotonic() - since), n_more, n_tasks)
+
+
+def signs_of(pid: int) -> Signs:
+    """The signs of life of a worker."""
+    process, activity = stat(pid), Activity.of(pid) or Activity("")
+    state = "" if process is None or process.state in "ZX" else process.state
+    return Signs(state, cpu_s_of_family(pid), activity.method, activity.seconds)
 
 
 # --- the side of the worker ---

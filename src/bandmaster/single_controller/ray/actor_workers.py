@@ -29,6 +29,7 @@ from bandmaster.contract import (
     Kept,
     Reply,
     RowFacts,
+    Signs,
     Ticket,
     WorkerCall,
     WorkerRecord,
@@ -436,6 +437,12 @@ class ActorWorkers:
                 if pid in found:
                     texts[rank] = queued + found[pid]
         return texts
+
+    def signs(self, ranks: Sequence[int]) -> dict[int, Signs]:
+        """The signs of life of ranks, read on their own nodes."""
+        known = {rank: self._infos[rank].pid for rank in ranks if rank in self._infos}
+        found = {rank: self._on_its_node(rank, status_page.signs_of, pid) for rank, pid in known.items()}
+        return {rank: signs for rank, signs in found.items() if signs is not None}
 
     def _is_at(self, rank: int, ticket: Any) -> bool:
         """Whether an actor is running a call, or has not started. A running call is announced."""

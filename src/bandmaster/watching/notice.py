@@ -1,0 +1,102 @@
+"""The words of a notice: what has stalled, and for each set of ranks alike where they are, the guilty first. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from bandmaster.calls.request import CallSite
+from bandmaster.contract import QUEUED, Signs, WorkerRecord
+
+_FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>[^,]*), in (?P<function>.*)', re.MULTILINE)
+_HEADING = re.compile(r"^  (?:in .*|it runs requests|the event loop runs):$", re.MULTILINE)  # of tasks and threads
+_WRAPPERS = "wrapper", "wrapped", "inner"
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<")
+_COLLECTIVE = "/torch/distributed/"
+_STATES = {
+    "": "has ended",
+    "T": "is stopped, by SIGSTOP or Ctrl-Z; kill -CONT {pid} lets it go on",
+    "t": "is held by a debugger such as gdb or strace",
+    "D": "waits in the kernel for a disk or a driver",
+}
+MOST_RANKS = 8  # that a line names
+
+
+class RankFacts(NamedTuple):
+    """The facts about a rank that owes a reply.
+
+    Attributes:
+        signs: Its signs of life.
+        stack: Its stack; "" if it gave none.
+        record: Its host and process.
+        moves: Whether it has moved, as one may that waits in a collective.
+    """
+
+    signs: Signs
+    stack: str
+    record: WorkerRecord
+    moves: bool = False
+
+
+def is_in_collective(stack: str) -> bool:
+    """Whether a rank is in a collective operation of torch, where it waits for other ranks."""
+    return _COLLECTIVE in stack
+
+
+def notice(site: CallSite, seconds: float, ranks: Mapping[int, RankFacts], n_more: int = 0) -> str:
+    """The text about a call that has stalled.
+
+    Args:
+        site: The call.
+        seconds: Seconds without progress.
+        ranks: The ranks that owe a reply.
+        n_more: Further calls and requests that are behind it, or wait for the same ranks.
+    """
+    lines: dict[tuple[int, str], list[int]] = {}
+    for rank, facts in ranks.items():
+        lines.setdefault(_line(facts), []).append(rank)
+    more = f", and {n_more} calls with it" if n_more else ""
+    shown = [f"  {_named(alike, site)}: {words}" for (_, words), alike in sorted(lines.items())]
+    ends = (
+        f"  `bandmaster stack {site.group}` shows the stacks; options(timeout=...) ends such a wait, and "
+        "options(stall_after=None) this notice"
+    )
+    head = f"{site.method} of group {site.group!r} has made no progress for {seconds:.0f} s{more}:"
+    return "\n".join([head, *shown, ends])
+
+
+def _line(facts: RankFacts) -> tuple[int, str]:
+    """How far down a line belongs, and its words behind the rank."""
+    process = f"its process {facts.record.pid} on host {facts.record.host}"
+    state = _STATES.get(facts.signs.state)
+    if state is not None:
+        return 0, f"{process} {state.format(pid=facts.record.pid)}"
+    if not facts.stack:
+        return 1, f"{process} shows no stack, in state {facts.signs.state}"
+    where = _place(facts.stack)
+    if is_in_collective(facts.stack):
+        return 3, f"waiting for other ranks in {where}{', with the processor busy' if facts.moves else ''}"
+    return 2, "not at this call yet" if facts.stack.startswith(QUEUED) else f"in {where}"
+
+
+def _place(stack: str) -> str:
+    """The innermost frame of the user's code, and the function that it has called."""
+    stack = next(filter(_FRAME.search, _HEADING.split(stack)), stack)
+    frames = list(_FRAME.finditer(stack))
+    users = [n for n, frame in enumerate(frames) if not _LIBRARY.search(frame["file"])]
+    if not users:
+        return frames[-1]["function"] if frames else stack.strip().split("\n")[0]
+    frame, called = frames[users[-1]], [one for one in frames[users[-1] + 1 :] if one["function"] not in _WRAPPERS]
+    place = f"{frame['function']} ({frame['file'].rpartition('/')[2]}:{frame['line']})"
+    following = stack[frame.end() + 1 :].partition("\n")[0]
+    code = f": {following.strip()}" if following.startswith("    ") else ""
+    return f"{called[0]['function']}, called by {place}{code}" if called else f"{place}{code}"
+
+
+def _named(ranks: Sequence[int], site: CallSite) -> str:
+    if len(ranks) == 1:
+        where = ", ".join(f"{axis}={n}" for axis, n in site.mesh.coordinates(ranks[0]).items())
+        return f"rank {ranks[0]} ({where})"
+    n_more = len(ranks) - MOST_RANKS
+    return "ranks " + ", ".join(map(str, ranks[:MOST_RANKS])) + (f" and {n_more} more" if n_more > 0 else "")

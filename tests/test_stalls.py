@@ -1,0 +1,178 @@
+"""Calls and requests that make no progress are noticed, and the notice names the guilty rank and where it is."""
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+
+import pytest
+from hosts import spread
+
+import bandmaster as bm
+from bandmaster import Dispatch, UsageError, register, rl
+
+DEADLINE = 30
+AFTER = 0.5
+
+
+class Ranks(bm.Worker):
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wait_for(self, gate):
+        while not gate.exists():
+            time.sleep(0.1)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def lock_twice(self, gate):
+        self.lock.acquire()
+        threading.Thread(target=self._release, args=(gate,)).start()
+        self.lock.acquire()
+
+    def _release(self, gate):
+        self.wait_for(gate)
+        self.lock.release()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def compute(self, seconds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            sum(range(1000))
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def await_(self, gate):
+        while not gate.exists():
+            await asyncio.sleep(0.1)
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def block(self, gate):
+        self.wait_for(gate)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def skip_a_collective(self, gate):
+        import torch
+
+        rl.start_torch_distributed(self)
+        if self.rank == 1:
+            self.wait_for(gate)
+        torch.distributed.all_reduce(torch.ones(1))
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(backend):
+    with bm.ResourcePool(spread([3]), backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Ranks)
+        group.set_default_options(stall_after=AFTER)
+        yield group
+
+
+@pytest.fixture
+def noticed(ranks):
+    """``noticed()`` waits for the next notice."""
+    n_before = len(bm.stalls())
+
+    def wait():
+        deadline = time.monotonic() + DEADLINE
+        while len(bm.stalls()) == n_before:
+            assert time.monotonic() < deadline, "nothing was noticed"
+            time.sleep(0.1)
+        return bm.stalls()[-1]
+
+    return wait
+
+
+pytestmark = pytest.mark.backends("local", "ray")
+
+
+@pytest.mark.here
+def test_a_stopped_process_is_named(ranks, noticed):
+    pid = ranks.pid()[2]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        waiting = ranks.pid.submit()
+        stall = noticed()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert (stall.group, stall.method, stall.ranks) == (ranks.name, "Ranks.pid", (2,))
+    assert f"rank 2 (dp=2): its process {pid} on host" in stall.text and "is stopped, by SIGSTOP" in stall.text
+    assert f"kill -CONT {pid}" in stall.text and f"bandmaster stack {ranks.name}" in stall.text
+    assert waiting.result(DEADLINE)[2] == pid
+
+
+@pytest.mark.parametrize("method, words", [("wait_for", "in wait_for ("), ("lock_twice", "in lock_twice (")])
+def test_a_method_that_waits_is_noticed_with_its_line(ranks, noticed, tmp_path, method, words):
+    waiting = getattr(ranks, method).submit(tmp_path / "gate")
+    stall = noticed()
+    (tmp_path / "gate").touch()
+    waiting.result(DEADLINE)
+    assert stall.method == f"Ranks.{method}" and stall.ranks == (0, 1, 2)
+    assert "made no progress" in stall.text and f"ranks 0, 1, 2: {words}test_stalls.py:" in stall.text
+
+
+@pytest.mark.parametrize("method, words", [("await_", "in sleep, called by await_ ("), ("block", "in wait_for (")])
+def test_a_request_that_waits_or_blocks_the_event_loop_is_noticed(ranks, noticed, tmp_path, method, words):
+    waiting = getattr(ranks, method).options(replica=1)(tmp_path / "gate")
+    stall = noticed()
+    (tmp_path / "gate").touch()
+    waiting.result(DEADLINE)
+    assert (stall.method, stall.ranks) == (f"Ranks.{method}", (1,))
+    assert f"rank 1 (dp=1): {words}test_stalls.py:" in stall.text
+
+
+@pytest.mark.backends("local")
+def test_the_rank_that_skips_a_collective_comes_first(ranks, noticed, tmp_path):
+    waiting = ranks.skip_a_collective.options(stall_after=3).submit(tmp_path / "gate")
+    stall = noticed()
+    (tmp_path / "gate").touch()
+    waiting.result(DEADLINE)
+    _, guilty, others, _ = stall.text.split("\n")
+    assert guilty.startswith("  rank 1 (dp=1): in wait_for (test_stalls.py:")
+    assert others.startswith("  ranks 0, 2: waiting for other ranks in ")
+    assert "all_reduce, called by skip_a_collective (test_stalls.py:" in others
+
+
+def test_a_method_that_computes_makes_progress(ranks):
+    n_before = len(bm.stalls())
+    ranks.compute.options(stall_after=2)(5)
+    assert bm.stalls()[n_before:] == []
+
+
+def test_a_notice_comes_once_and_is_withdrawn(ranks, noticed, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "bandmaster"):
+        waiting = ranks.wait_for.submit(tmp_path / "gate")
+        stall = noticed()
+        deadline = time.monotonic() + 1.2
+        with pytest.raises(bm.CallTimeout):
+            waiting.result(deadline - time.monotonic())
+        (tmp_path / "gate").touch()
+        waiting.result(DEADLINE)
+        end = time.monotonic() + DEADLINE
+        while f"Ranks.wait_for of group '{ranks.name}' goes on" not in caplog.text:
+            assert time.monotonic() < end, "it was not withdrawn"
+            time.sleep(0.1)
+    assert bm.stalls()[-1] == stall and caplog.text.count("made no progress") == 1
+
+
+def test_it_can_be_turned_off_for_a_call(ranks, tmp_path):
+    n_before = len(bm.stalls())
+    waiting = ranks.wait_for.options(stall_after=None).submit(tmp_path / "gate")
+    with pytest.raises(bm.CallTimeout):
+        waiting.result(2.5)
+    (tmp_path / "gate").touch()
+    waiting.result(DEADLINE)
+    assert bm.stalls()[n_before:] == []
+
+
+@pytest.mark.parametrize("value", [-1, "often", True])
+def test_wrong_limits_are_refused(ranks, value):
+    for method in (ranks.pid, ranks.await_):
+        with pytest.raises(UsageError, match="stall_after must be a non-negative number of seconds or None, got"):
+            method.options(stall_after=value)
