@@ -299,6 +299,21 @@ def test_a_host_that_gives_no_sign_of_life_is_lost(group, monkeypatch):
         os.kill(pids[2], signal.SIGKILL)
 
 
+def test_rows_are_waited_for_as_long_as_a_host_may_be_silent(group, monkeypatch):
+    monkeypatch.setenv("BANDMASTER_HOST_TIMEOUT", "2")
+    pids, makes = group.process(), [group.make.submit(ROWS) for _ in range(2)]
+    assert [made.exception() for made in makes] == [None, None]
+    makes[0].result()  # from here on, there is a connection
+    os.kill(pids[2], signal.SIGSTOP)
+    try:
+        began = idle_time()
+        with pytest.raises(bm.RowsLost, match="the host does not answer any more"):
+            makes[1].result()
+        assert idle_time() - began < 5
+    finally:
+        os.kill(pids[2], signal.SIGKILL)
+
+
 # --- many hosts ---
 
 

@@ -39,8 +39,9 @@ from bandmaster.hosts.link import (
     in_memory,
 )
 from bandmaster.hosts.ranks import HostRanks, WorkersHere
-from bandmaster.hosts.rows import PATIENCE_S, Fetch, RowLinks, RowStore, serve_rows
+from bandmaster.hosts.rows import Fetch, RowLinks, RowStore, serve_rows
 from bandmaster.platform.limits import start_thread
+from bandmaster.platform.settings import host_timeout_s
 from bandmaster.wire.messages import Closed
 from bandmaster.wire.poller import Poller
 from bandmaster.wire.status_page import AGENT, announce
@@ -138,7 +139,7 @@ class AgentServer:
             with self._meeting:
                 self._strangers.pop(sock, None)
         if purpose == FOR_ROWS:
-            serve_rows(Link(trusted, keys, timeout_s=PATIENCE_S), self._store)
+            serve_rows(Link(trusted, keys, timeout_s=host_timeout_s()), self._store)
             return
         link = Link(trusted, keys, self._place)
         if purpose == FOR_MESSAGES and not self._first.done():

@@ -33,9 +33,9 @@ from bandmaster.hosts.link import (
 )
 from bandmaster.plan.batch import required_batch
 from bandmaster.platform.limits import start_thread
+from bandmaster.platform.settings import host_timeout_s
 from bandmaster.wire.messages import Closed
 
-PATIENCE_S = 10.0  # with a host that sends or takes nothing
 IDLE_S = 3.0  # after which a connection is closed by which rows were fetched
 MAX_AT_ONCE = 4  # fetches from one host, which has a thread for each of their connections
 
@@ -136,7 +136,7 @@ class _Fetchers:
                 fetch, future = wanted.fetch, wanted.future
                 try:
                     if connection is None:
-                        connection = connect(self._address, self._secret, FOR_ROWS, timeout_s=PATIENCE_S)
+                        connection = connect(self._address, self._secret, FOR_ROWS, timeout_s=host_timeout_s())
                         closing.callback(connection.close)
                     connection.place = wanted.place
                     connection.send(FrameKind.FETCH, fetch.key, fetch.rows)

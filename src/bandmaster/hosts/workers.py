@@ -398,7 +398,7 @@ class AgentWorkers(Client):
         return found
 
     def _from_hosts(self, question: Callable[..., object], by_agent: Mapping[Agent, Mapping[int, int | None]]) -> Any:
-        """What agents tell of ranks, as one dict, without the ranks of hosts that do not answer."""
+        """Ask agents about ranks; returns their answers as one dict, without the ranks of hosts that do not answer."""
         asked = [self._ask(agent, question, numbers) for agent, numbers in by_agent.items()]
         found: dict[int, Any] = {}
         deadline = Deadline(STACKS_TIMEOUT_S)

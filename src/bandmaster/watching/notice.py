@@ -67,7 +67,7 @@ def notice(site: CallSite, seconds: float, ranks: Mapping[int, RankFacts], n_mor
 
 
 def _line(facts: RankFacts) -> tuple[int, str]:
-    """How far down a line belongs, and its words behind the rank."""
+    """Return the place of a line among the others, and its words behind the rank."""
     process = f"its process {facts.record.pid} on host {facts.record.host}"
     state = _STATES.get(facts.signs.state)
     if state is not None:
