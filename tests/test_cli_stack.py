@@ -56,6 +56,29 @@ def test_ranks_with_the_same_stack_are_shown_together(waiting, capsys):
     assert "bandmaster/worker_process" not in out, "frames of the library are left out"
 
 
+@pytest.mark.backends("local")
+def test_why_says_what_ranks_run_and_where(waiting, capsys):
+    group, pids = waiting
+    os.kill(pids[2], signal.SIGSTOP)
+    try:
+        assert main(["why", group.name, *MINE]) == 0
+        text = capsys.readouterr().out
+        assert main(["why", "--json", *MINE]) == 0
+    finally:
+        os.kill(pids[2], signal.SIGCONT)
+    head, *lines = text.rstrip("\n").split("\n")
+    assert head == f"{group.name}@{os.getpid()}, 3 ranks"
+    assert lines[0].startswith("  rank 2: wait_long for ") and f"its process {pids[2]} on host" in lines[0]
+    assert "is stopped, by SIGSTOP" in lines[0] and len(lines) == 3
+    assert sorted(line.partition(" s, ")[2].partition(" (")[0] for line in lines[1:]) == [
+        "in wait_elsewhere",
+        "in wait_long",
+    ]
+    (told,) = [one for one in map(json.loads, capsys.readouterr().out.splitlines()) if one["group"] == group.name]
+    assert told["controller"] == os.getpid() and told["places"][0]["ranks"] == [2]
+    assert {place["method"] for place in told["places"]} == {"wait_long"}
+
+
 def test_what_a_worker_tells_twice_of_its_tasks_is_shown_once():
     told = json.dumps(["", "--- task of a user"])
     assert readable(f"{TASKS}{told}\n{TASKS}{told}\n") == "--- task of a user"

@@ -46,7 +46,8 @@ ROOMS = {
     "worker_process backends lifecycle pool turns groups",
     "testing": "codec errors plan worker contract platform calls hosts worker_process backends pool groups "
     "registration",
-    "cli": "errors plan worker platform wire debugging backends lifecycle pool groups registration __init__ testing",
+    "cli": "errors plan worker contract platform wire debugging backends lifecycle pool watching groups registration "
+    "__init__ testing",
     "__main__": "cli",
 }
 

@@ -7,6 +7,7 @@ them with pure functions, and prints the result. A command's module is imported 
     ps, kill:  discovery ──► Discovered ──► processes ──► text, signals
     top:       discovery ──► usage.Moment ──► top_view ──► text, live with rich
     stack:     discovery ──► Discovered ──► status pages ──► text
+    why:       discovery ──► Discovered ──► signs of life, stacks ──► places ──► text, JSON
     debug:     discovery ──► the socket of a rank's debugger ◄──► terminal
     replay:    a recorded call ──► its method in this process ──► text, pdb
     plan:      arguments ──► pool, mesh, protocol ──► text
@@ -60,6 +61,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from bandmaster.cli.stack import stack
 
         return stack(arguments.group, arguments.rank, arguments.controller)
+    if arguments.command == "why":
+        from bandmaster.cli.why import why
+
+        return why(arguments.group, arguments.json, arguments.controller)
     if arguments.command == "replay":
         from bandmaster.cli.replay import replay
 
@@ -85,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_controller(commands.add_parser("ps", help="list your worker groups on this machine"))
     _add_top(commands)
     _add_stack(commands)
+    _add_why(commands)
     _add_debug(commands)
     _add_replay(commands)
     _add_kill(commands)
@@ -121,6 +127,15 @@ def _add_stack(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     stack.add_argument("group", metavar="GROUP", help=GROUP)
     stack.add_argument("rank", metavar="RANK", nargs="?", type=int, help="show only this rank; default: all of them")
     _add_controller(stack)
+
+
+def _add_why(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    why = commands.add_parser(
+        "why", help="show what ranks run, for how long, and where; those first that others wait for"
+    )
+    why.add_argument("group", metavar="GROUP", nargs="?", help=f"{GROUP}; default: all your groups")
+    why.add_argument("--json", action="store_true", help="print one object for each group, a line each")
+    _add_controller(why)
 
 
 def _add_debug(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from bandmaster.calls.request import CallSite
-from bandmaster.contract import QUEUED, Signs, WorkerRecord
+from bandmaster.contract import QUEUED, Signs
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>[^,]*), in (?P<function>.*)', re.MULTILINE)
 _HEADING = re.compile(r"^  (?:in .*|it runs requests|the event loop runs):$", re.MULTILINE)  # of tasks and threads
@@ -20,22 +20,24 @@ _STATES = {
     "t": "is held by a debugger such as gdb or strace",
     "D": "waits in the kernel for a disk or a driver",
 }
-MOST_RANKS = 8  # that a line names
+MOST_RANKS = 8  # that a notice names for each place
 
 
 class RankFacts(NamedTuple):
-    """The facts about a rank that owes a reply.
+    """The facts about a rank that runs a call.
 
     Attributes:
         signs: Its signs of life.
         stack: Its stack; "" if it gave none.
-        record: Its host and process.
-        moves: Whether it has moved, as one may that waits in a collective.
+        host: Its host.
+        pid: Its process there.
+        moves: Whether it uses the processor.
     """
 
     signs: Signs
     stack: str
-    record: WorkerRecord
+    host: str
+    pid: int
     moves: bool = False
 
 
@@ -53,11 +55,8 @@ def notice(site: CallSite, seconds: float, ranks: Mapping[int, RankFacts], n_mor
         ranks: The ranks that owe a reply.
         n_more: Further calls and requests that are behind it, or wait for the same ranks.
     """
-    lines: dict[tuple[int, str], list[int]] = {}
-    for rank, facts in ranks.items():
-        lines.setdefault(_line(facts), []).append(rank)
     more = f", and {n_more} calls with it" if n_more else ""
-    shown = [f"  {_named(alike, site)}: {words}" for (_, words), alike in sorted(lines.items())]
+    shown = [f"  {_named(alike, site)}: {words}" for words, alike in places(ranks).items()]
     ends = (
         f"  `bandmaster stack {site.group}` shows the stacks; options(timeout=...) ends such a wait, and "
         "options(stall_after=None) this notice"
@@ -66,21 +65,31 @@ def notice(site: CallSite, seconds: float, ranks: Mapping[int, RankFacts], n_mor
     return "\n".join([head, *shown, ends])
 
 
-def _line(facts: RankFacts) -> tuple[int, str]:
-    """Return the place of a line among the others, and its words behind the rank."""
-    process = f"its process {facts.record.pid} on host {facts.record.host}"
+def places(ranks: Mapping[int, RankFacts]) -> dict[str, list[int]]:
+    """The places of ranks in words, each with the ranks that are there; those that others wait for come first."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for rank, facts in ranks.items():
+        found.setdefault(_place(facts), []).append(rank)
+    return {words: alike for (_, words), alike in sorted(found.items())}
+
+
+def _place(facts: RankFacts) -> tuple[int, str]:
+    """The place of a rank in words, behind a number by which places are sorted."""
+    process = f"its process {facts.pid} on host {facts.host}"
     state = _STATES.get(facts.signs.state)
     if state is not None:
-        return 0, f"{process} {state.format(pid=facts.record.pid)}"
+        return 0, f"{process} {state.format(pid=facts.pid)}"
     if not facts.stack:
         return 1, f"{process} shows no stack, in state {facts.signs.state}"
-    where = _place(facts.stack)
+    where = _frame(facts.stack)
     if is_in_collective(facts.stack):
         return 3, f"waiting for other ranks in {where}{', with the processor busy' if facts.moves else ''}"
-    return 2, "not at this call yet" if facts.stack.startswith(QUEUED) else f"in {where}"
+    if facts.stack.startswith(QUEUED):
+        return 2, "not at this call yet"
+    return 2, f"{'computing, ' if facts.moves else ''}in {where}"
 
 
-def _place(stack: str) -> str:
+def _frame(stack: str) -> str:
     """The innermost frame of the user's code, and the function that it has called."""
     stack = next(filter(_FRAME.search, _HEADING.split(stack)), stack)
     frames = list(_FRAME.finditer(stack))

@@ -1,0 +1,82 @@
+"""``bandmaster why``: where the ranks of groups are, those first that others wait for."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from bandmaster.cli.discovery import Group, discover
+from bandmaster.cli.names import complaints_about, named, ranges
+from bandmaster.contract import Signs
+from bandmaster.watching.life import BUSY
+from bandmaster.watching.notice import RankFacts, places
+from bandmaster.wire.status_page import signs_of, stacks
+
+LOOK_S = 0.5  # between the two looks whose difference is the processor time
+IDLE = "idle"
+
+
+def why(name: str | None, is_json: bool, controller: int | None = None) -> int:
+    """Print what the ranks of groups on this machine run, for how long, and where they are.
+
+    Args:
+        name: The only group to show; None for all.
+        is_json: Print one object for each group, a line each.
+        controller: Pid of the only controller whose groups are considered.
+
+    Returns:
+        The exit status: 0, or 1 if the name is unknown or ambiguous.
+    """
+    discovered = discover(controller)
+    names = [] if name is None else [name]
+    for complaint in complaints_about(names, discovered):
+        print(f"bandmaster why: {complaint}", file=sys.stderr)
+        return 1
+    groups = named(names, discovered) if names else discovered.groups
+    pids = [identity.pid for group in groups for identity, _ in group.workers]
+    before = {pid: signs_of(pid) for pid in pids}
+    time.sleep(LOOK_S)
+    after, texts = {pid: signs_of(pid) for pid in pids}, stacks(pids)
+    for group in groups:
+        said = [
+            {"method": method, "seconds": round(seconds, 1), "place": place, "ranks": ranks}
+            for method, seconds, place, ranks in _said(group, before, after, texts)
+        ]
+        if is_json:
+            print(json.dumps({"group": group.name, "controller": group.controller, "places": said}))
+        else:
+            print(_text(group, said))
+    if not groups and not is_json:
+        print("you have no groups on this machine")
+    return 0
+
+
+def _said(
+    group: Group, before: Mapping[int, Signs], after: Mapping[int, Signs], texts: Mapping[int, str]
+) -> list[tuple[str, float, str, list[int]]]:
+    """For each method that ranks run: the longest time, the place, and the ranks there; the method is "" for none."""
+    by_method: dict[str, dict[int, RankFacts]] = {}
+    for identity, _ in group.workers:
+        signs = after[identity.pid]
+        moves = signs.cpu_s - before[identity.pid].cpu_s >= BUSY * LOOK_S
+        facts = RankFacts(signs, texts.get(identity.pid, ""), os.uname().nodename, identity.pid, moves)
+        by_method.setdefault(signs.method, {})[identity.rank] = facts
+    found = []
+    for method, ranks in sorted(by_method.items(), reverse=True):
+        idle = {rank for rank, facts in ranks.items() if not method and facts.stack and facts.signs.state in "RS"}
+        for place, alike in places({rank: facts for rank, facts in ranks.items() if rank not in idle}).items():
+            found.append((method, max(ranks[rank].signs.seconds for rank in alike), place, alike))
+        if idle:
+            found.append(("", 0.0, IDLE, sorted(idle)))
+    return found
+
+
+def _text(group: Group, said: Sequence[Mapping[str, object]]) -> str:
+    lines = [f"{group.full_name}, {group.world_size} ranks"]
+    for one in said:
+        running = f"{one['method']} for {one['seconds']:.0f} s, " if one["method"] else ""
+        lines.append(f"  rank {ranges(one['ranks'])}: {running}{one['place']}")  # type: ignore[arg-type]
+    return "\n".join(lines)
