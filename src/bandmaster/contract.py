@@ -215,7 +215,7 @@ class Signs(NamedTuple):
     """The signs of life of a rank at one moment.
 
     Attributes:
-        state: The state of its process, a letter as in proc(5); "" if it has ended.
+        state: The state of its process, a letter as in proc(5), ``"R"`` if any thread can run; "" if it has ended.
         cpu_s: Processor time that it and its child processes have used, in seconds.
         method: The method that it runs; "" for none.
         seconds: How long it has been running that.

@@ -153,7 +153,7 @@ class GroupOf(AnyGroup, Generic[W]):
                     from bandmaster.watching.watch import watch
 
                     self._ownership.when_closed(watch.look_soon)
-                    watch.begin()
+                    watch.begin(self._ownership, self._submitter.work)
         except BaseException:
             self._ownership.close()
             raise

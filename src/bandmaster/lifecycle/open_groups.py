@@ -23,7 +23,6 @@ class OpenGroup(Protocol):
     _name: str
     _ownership: Ownership
     _pool: Any
-    _submitter: Any
 
     def close(self) -> None:
         """Release its workers and slots."""

@@ -73,6 +73,15 @@ def running_children_of(pid: int) -> list[Stat]:
     return [process for process in everyone() if process.parent == pid and process.state not in "ZX"]
 
 
+def is_runnable(pid: int) -> bool:
+    """Whether a thread of a process runs, or waits for a processor."""
+    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            if thread.read_text(errors="replace").rpartition(")")[2].split(None, 1)[0] == "R":
+                return True
+    return False
+
+
 def cpu_s_of_family(pid: int) -> float:
     """Processor time that a process and its descendants have used, in seconds, without those that were waited for."""
     ticks, family = 0, [pid]

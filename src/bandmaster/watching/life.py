@@ -29,6 +29,6 @@ class Life:
         before, elapsed_s = self.signs, max(now - self._looked_at, 1e-3)
         self._load += SMOOTHING * ((signs.cpu_s - before.cpu_s) / elapsed_s - self._load)
         begun_anew = signs.method != before.method or signs.seconds < before.seconds
-        if self._load >= BUSY or (begun_anew and signs.method):
+        if signs.state == "R" or self._load >= BUSY or (begun_anew and signs.method):  # R: it may wait for a processor
             self.moved_at = now
         self.signs, self._looked_at = signs, now

@@ -10,11 +10,12 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from bandmaster.calls.open_work import OpenWork
 from bandmaster.calls.options import USUAL
 from bandmaster.contract import Workers
 from bandmaster.errors import BandmasterError
 from bandmaster.errors.failure import is_in_debugger
-from bandmaster.lifecycle.open_groups import open_groups
+from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.platform.limits import start_thread
 from bandmaster.watching.life import Life
 from bandmaster.watching.notice import RankFacts, is_in_collective, notice
@@ -67,11 +68,13 @@ class Watch:
         self._lock = threading.Lock()
         self._is_running = False
         self._soon = threading.Event()
+        self._groups: dict[Ownership, weakref.ref[OpenWork]] = {}  # no group itself, which is closed when it is dropped
         self._watched: weakref.WeakKeyDictionary[Workers, _Watched] = weakref.WeakKeyDictionary()
 
-    def begin(self) -> None:
-        """Have the thread look: a group was opened. Raises ResourceError if the system allows no more threads."""
+    def begin(self, ownership: Ownership, work: OpenWork) -> None:
+        """Look after the calls of a group, which was opened. Raises ResourceError if there can be no more threads."""
         with self._lock:
+            self._groups[ownership] = weakref.ref(work)
             if not self._is_running:
                 start_thread("bandmaster-watch", self._run)
                 self._is_running = True
@@ -93,15 +96,17 @@ class Watch:
     def _look(self) -> bool:
         """Look at all groups; False if there are none, and the thread has to end."""
         with self._lock:
-            groups = open_groups.all()
+            self._groups = {owner: work for owner, work in self._groups.items() if owner.is_open}
+            groups = list(self._groups.items())
             self._is_running = bool(groups)
-        for group in groups:
+        for ownership, known in groups:
             try:
-                workers, work = group._ownership.open_workers(), group._submitter.work
-                if workers not in self._watched:
-                    self._watched[workers] = _Watched()
-                self._watched[workers].look(workers, work.unanswered(), self.tell)
-            except (BandmasterError, AttributeError, AssertionError):  # it is being constructed or closed
+                workers, work = ownership.open_workers(), known()
+                if work is not None:
+                    if workers not in self._watched:
+                        self._watched[workers] = _Watched()
+                    self._watched[workers].look(workers, work.unanswered(), self.tell)
+            except BandmasterError:  # it is being closed or restarted
                 continue
             except Exception:
                 _log.exception("cannot look whether the calls of a group make progress")

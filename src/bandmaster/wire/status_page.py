@@ -40,7 +40,7 @@ from bandmaster.contract import CONSTRUCT, Signs
 from bandmaster.errors.failure import IN_DEBUGGER
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
-from bandmaster.platform.proc import cpu_s_of_family, descriptors, pids, stat
+from bandmaster.platform.proc import cpu_s_of_family, descriptors, is_runnable, pids, stat
 from bandmaster.wire.stacks import TASKS, can_tell_of_tasks, readable, tells_of_tasks
 
 _LAST_SIGNAL = int(getattr(signal, "SIGRTMAX", 64))  # there is none on systems where no worker has its own process
@@ -285,6 +285,8 @@ def signs_of(pid: int) -> Signs:
     """The signs of life of a worker."""
     process, activity = stat(pid), Activity.of(pid) or Activity("")
     state = "" if process is None or process.state in "ZX" else process.state
+    if state == "S" and is_runnable(pid):
+        state = "R"
     return Signs(state, cpu_s_of_family(pid), activity.method, activity.seconds)
 
 
