@@ -83,7 +83,7 @@ def _place(facts: RankFacts) -> tuple[int, str]:
         return 1, f"{process} shows no stack, in state {facts.signs.state}"
     where = _frame(facts.stack)
     if is_in_collective(facts.stack):
-        return 3, f"waiting for other ranks in {where}{', with the processor busy' if facts.moves else ''}"
+        return 3, f"waiting for other ranks in {where}"
     if facts.stack.startswith(QUEUED):
         return 2, "not at this call yet"
     return 2, f"{'computing, ' if facts.moves else ''}in {where}"

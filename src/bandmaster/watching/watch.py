@@ -191,9 +191,7 @@ class _Watched:
             self._lives = {}  # they begin anew
             return
         facts = {
-            rank: RankFacts(
-                life.signs, stacks.get(rank, ""), *workers.records[rank][:2], now - life.moved_at < seconds / 2
-            )
+            rank: RankFacts(life.signs, stacks.get(rank, ""), *workers.records[rank][:2])
             for rank, life in self._lives.items()
             if rank in tickets
         }
