@@ -69,8 +69,7 @@ def _tensor_split(value: Any, start: int, stop: int) -> Any:
 def _tensor_take(value: Any, numbers: np.ndarray[Any, Any]) -> Any:
     torch = sys.modules["torch"]
     if value.is_nested:
-        rows = value.unbind()
-        return _nested(value, [rows[number] for number in numbers.tolist()])
+        return _nested(value, list(map(value.unbind().__getitem__, numbers.tolist())))
     try:
         return value.index_select(0, torch.from_numpy(numbers).to(value.device))
     except (RuntimeError, NotImplementedError) as error:
@@ -181,10 +180,13 @@ def _compact(table: Any) -> Any:
     return pyarrow.ipc.open_stream(sink.getvalue()).read_all()
 
 
-def _proto_split(value: Any, start: int, stop: int) -> Any:
-    part = value.slice(start, stop)
-    part.meta_info = dict(part.meta_info)
-    return part
+def _proto_rows(value: Any) -> int:  # verl 0.1 cannot count those of a DataProto that has only meta_info
+    return len(value) if value.batch is not None or value.non_tensor_batch else 0
+
+
+def _proto_split(value: Any, start: int, stop: int) -> Any:  # not by its own methods, which differ between forks
+    columns = {name: column[start:stop] for name, column in value.non_tensor_batch.items()}
+    return type(value)(None if value.batch is None else value.batch[start:stop], columns, dict(value.meta_info))
 
 
 # --- mappings, NamedTuples and dataclasses of columns -------------------------------------------------------------
@@ -290,7 +292,7 @@ _DATASET = BatchType(
     column=getitem,
     row=getitem,
 )
-_PROTO = BatchType(len, _proto_split, lambda values: type(values[0]).concat(list(values)))
+_PROTO = BatchType(_proto_rows, _proto_split, lambda values: type(values[0]).concat(list(values)))
 KNOWN_BY_NAME: dict[tuple[str, str], BatchType | ColumnsType] = {  # names, because a lookup must not import
     ("numpy", "ndarray"): _ARRAY,
     ("builtins", "list"): _LIST,

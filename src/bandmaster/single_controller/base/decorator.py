@@ -135,6 +135,11 @@ class Dispatch(_Extensible):
     DP_COMPUTE_PROTO_WITH_FUNC: Dispatch
     DP_COMPUTE_METRIC: Dispatch
     DIRECT_ROLLOUT_METHOD: Dispatch
+    MEGATRON_COMPUTE: Dispatch
+    MEGATRON_COMPUTE_PROTO: Dispatch
+    MEGATRON_PP_AS_DP: Dispatch
+    MEGATRON_PP_AS_DP_PROTO: Dispatch
+    MEGATRON_PP_ONLY: Dispatch
     DP_PROTO: Dispatch
     THREE_D_PROTO: Dispatch
     THREE_D_ALL_MICRO_DP: Dispatch
@@ -280,6 +285,139 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[
     }
 
 
+# --- Megatron's modes, of verl up to 0.5: the group knows the coordinates of its ranks from the workers ---
+#
+# mode (the _PROTO ones split rows)   HybridFlow's      dispatch                               collect
+# MEGATRON_COMPUTE[_PROTO]            3D_PROTO          part dp of dp                          tp = 0, pp = last, cp = 0
+# MEGATRON_PP_AS_DP[_PROTO]           3D_ALL_MICRO_DP   part (cp * dp + dp) * pp + pp of all   tp = 0 (see below)
+# MEGATRON_PP_ONLY                    3D_PP_ONLY        everything to all                      tp = 0, dp = 0
+
+
+def _ranks(worker_group: Any) -> Sequence[Any]:
+    """The coordinates of each rank. Raises ProtocolError if the group does not ask its workers for them."""
+    if not hasattr(type(worker_group), "megatron_ranks"):
+        raise ProtocolError(
+            f"{worker_group!r} does not know where Megatron has put its ranks, which the modes MEGATRON_... need; make "
+            "it with bandmaster.single_controller.ray.megatron.NVMegatronRayWorkerGroup"
+        )
+    return worker_group.megatron_ranks  # type: ignore[no-any-return]
+
+
+def _dp_parts(worker_group: Any) -> list[int]:
+    return [int(info.dp_rank) for info in _ranks(worker_group)]
+
+
+def _pp_as_dp_parts(worker_group: Any) -> list[int]:
+    ranks, dp, pp = _ranks(worker_group), worker_group.dp_size, worker_group.pp_size
+    return [int((info.cp_rank * dp + info.dp_rank) * pp + info.pp_rank) for info in ranks]
+
+
+def _last_stages(worker_group: Any) -> list[bool]:
+    ranks, last = _ranks(worker_group), worker_group.pp_size - 1
+    return [info.tp_rank == 0 and info.pp_rank == last and info.cp_rank == 0 for info in ranks]
+
+
+def _first_of_tp(worker_group: Any) -> list[bool]:
+    is_anywhere = not _stages_share_rows
+    return [info.tp_rank == 0 and (is_anywhere or info.pp_rank == 0) for info in _ranks(worker_group)]
+
+
+_stages_share_rows = False
+
+
+def let_stages_share_rows() -> None:
+    """Collect MEGATRON_PP_AS_DP from pipeline stage 0 alone, as verl before 0.4 does.
+
+    The workers of those versions exchange the rows between the stages, so that every stage returns all of them.
+    """
+    global _stages_share_rows
+    _stages_share_rows = True
+
+
+def _stages(worker_group: Any) -> list[bool]:
+    return [info.tp_rank == 0 and info.dp_rank == 0 for info in _ranks(worker_group)]
+
+
+def _n_parts(parts: Sequence[int]) -> int:
+    return max(parts) + 1
+
+
+def dispatch_megatron_compute(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Give each rank the part of its data-parallel rank of every argument, which is a list of such parts."""
+    parts = _dp_parts(worker_group)
+    return dispatch_nd_compute(parts, _n_parts(parts), worker_group, *args, **kwargs)
+
+
+def collect_megatron_compute(worker_group: Any, output: Sequence[Any]) -> list[Any]:
+    """The value of each data-parallel rank, from tensor rank 0 of its last pipeline stage."""
+    return collect_nd_compute(_last_stages(worker_group), worker_group, output)
+
+
+def dispatch_megatron_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Split the rows of all arguments over the data-parallel ranks."""
+    parts = _dp_parts(worker_group)
+    return dispatch_nd_compute_dataproto(parts, _n_parts(parts), worker_group, *args, **kwargs)
+
+
+def collect_megatron_compute_data_proto(worker_group: Any, output: Sequence[Any]) -> Any:
+    """The rows of each data-parallel rank, from tensor rank 0 of its last pipeline stage, joined."""
+    return join(collect_megatron_compute(worker_group, output))
+
+
+def dispatch_megatron_pp_as_dp(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Give each rank its part of every argument, a list of one part per data-parallel rank and pipeline stage."""
+    parts = _pp_as_dp_parts(worker_group)
+    return dispatch_nd_compute(parts, _n_parts(parts), worker_group, *args, **kwargs)
+
+
+def collect_megatron_pp_as_dp(worker_group: Any, output: Sequence[Any]) -> list[Any]:
+    """The values of tensor rank 0 everywhere, in the order of the ranks."""
+    return collect_nd_compute(_first_of_tp(worker_group), worker_group, output)
+
+
+def dispatch_megatron_pp_as_dp_data_proto(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Split the rows of all arguments over the data-parallel ranks and, within each, over the pipeline stages."""
+    parts = _pp_as_dp_parts(worker_group)
+    return dispatch_nd_compute_dataproto(parts, _n_parts(parts), worker_group, *args, **kwargs)
+
+
+def collect_megatron_pp_as_dp_data_proto(worker_group: Any, output: Sequence[Any]) -> Any:
+    """The rows of tensor rank 0 everywhere, joined in the order of the ranks."""
+    return join(collect_megatron_pp_as_dp(worker_group, output))
+
+
+def collect_megatron_pp_only(worker_group: Any, output: Sequence[Any]) -> list[Any]:
+    """The value of each pipeline stage, from tensor rank 0 and data-parallel rank 0."""
+    return collect_nd_compute(_stages(worker_group), worker_group, output)
+
+
+_MASKS: dict[Callable[..., Any], Callable[[Any], Sequence[bool]]] = {
+    collect_megatron_compute: _last_stages,
+    collect_megatron_compute_data_proto: _last_stages,
+    collect_megatron_pp_as_dp: _first_of_tp,
+    collect_megatron_pp_as_dp_data_proto: _first_of_tp,
+    collect_megatron_pp_only: _stages,
+}
+
+
+def collected(collect: Callable[..., Any], worker_group: Any) -> Sequence[bool] | None:
+    """For every rank, whether a collect function of this module uses its value; None if it uses all of them."""
+    if getattr(collect, "func", None) is collect_lazy_compute_data_proto:
+        return worker_group.collect_info(collect.args[0])  # type: ignore[attr-defined,no-any-return]
+    return _MASKS[collect](worker_group) if collect in _MASKS else None
+
+
+def joins_rows(collect: Callable[..., Any]) -> bool:
+    """Whether a collect function joins rows, so that the result of a call that does not wait is a future of rows."""
+    return getattr(collect, "func", collect) in (
+        collect_dp_compute_data_proto,
+        collect_lazy_compute_data_proto,
+        collect_nd_compute_dataproto,
+        collect_megatron_compute_data_proto,
+        collect_megatron_pp_as_dp_data_proto,
+    )
+
+
 def _functions(dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> Functions:
     return {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
 
@@ -293,6 +431,15 @@ DISPATCH_MODE_FN_REGISTRY: dict[Dispatch, Functions] = {
         dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto
     ),
     Dispatch.DP_COMPUTE_METRIC: _functions(dispatch_dp_compute_data_proto, collect_dp_compute),
+    Dispatch.MEGATRON_COMPUTE: _functions(dispatch_megatron_compute, collect_megatron_compute),
+    Dispatch.MEGATRON_COMPUTE_PROTO: _functions(
+        dispatch_megatron_compute_data_proto, collect_megatron_compute_data_proto
+    ),
+    Dispatch.MEGATRON_PP_AS_DP: _functions(dispatch_megatron_pp_as_dp, collect_megatron_pp_as_dp),
+    Dispatch.MEGATRON_PP_AS_DP_PROTO: _functions(
+        dispatch_megatron_pp_as_dp_data_proto, collect_megatron_pp_as_dp_data_proto
+    ),
+    Dispatch.MEGATRON_PP_ONLY: _functions(dispatch_one_to_all, collect_megatron_pp_only),
     Dispatch.DIRECT_ROLLOUT_METHOD: _functions(dummy_direct_rollout_call, dummy_direct_rollout_call),
 }
 

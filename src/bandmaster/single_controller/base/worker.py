@@ -18,12 +18,12 @@ __all__ = ["DistGlobalInfo", "DistRankInfo", "Worker", "WorkerHelper"]
 
 @dataclass
 class DistRankInfo:
-    """Coordinates of a rank in tensor, data, pipeline and context parallelism."""
+    """Coordinates of a rank in tensor, data, pipeline and context parallelism; verl before 0.4 has no ``cp_rank``."""
 
     tp_rank: int
     dp_rank: int
     pp_rank: int
-    cp_rank: int
+    cp_rank: int = 0
 
 
 @dataclass
@@ -33,7 +33,7 @@ class DistGlobalInfo:
     tp_size: int
     dp_size: int
     pp_size: int
-    cp_size: int
+    cp_size: int = 1
 
 
 class WorkerHelper:
@@ -99,6 +99,7 @@ class Worker(bandmaster.worker.Worker, WorkerHelper):
                 default = "1" if name == "local_world_size" else "0"
                 vars(self)[name] = int(os.environ.get(name.upper(), default))
         if os.environ.get("WG_BACKEND") == "ray":
+            os.environ["RAY_LOCAL_RANK"] = str(self.local_rank)
             _see_one_device()
         self._rank, self._world_size = self.rank, self.world_size
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -120,6 +121,11 @@ class Worker(bandmaster.worker.Worker, WorkerHelper):
     def get_cuda_visible_devices(self) -> str:
         """The environment variable ``CUDA_VISIBLE_DEVICES``; ``"not set"`` without it."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+
+    def print_rank0(self, *values: object, **options: Any) -> None:
+        """Call `print` with these arguments on rank 0, and do nothing on other ranks."""
+        if self.rank == 0:
+            print(*values, **options)
 
     def get_fused_worker_by_name(self, worker_name: str) -> Any:
         """The worker of another role in this process; None if there is no such role."""
@@ -202,6 +208,28 @@ class Worker(bandmaster.worker.Worker, WorkerHelper):
                 f"self._register_dispatch_collect_info({mesh_name!r}, dp_rank=..., is_collect=...)"
             )
         return self._registered[mesh_name]
+
+    # --- the transfer queue of verl 0.6 and 0.7 ---
+
+    @register(Dispatch.ONE_TO_ALL)
+    def create_transferqueue_client(self, *args: Any, **kwargs: Any) -> None:
+        """Make this process a client of verl's transfer queue, by the installed verl's own function for it.
+
+        Args:
+            *args: The trainer's ``config``, whose ``transfer_queue`` goes to the client (verl 0.7); or
+                ``controller_infos`` and ``storage_infos`` (verl 0.6).
+            **kwargs: The same by name, and ``role`` (verl 0.6), the prefix of the client's name.
+        """
+        from verl.utils.transferqueue_utils import create_transferqueue_client  # a program that calls this has verl
+
+        names = ("controller_infos", "storage_infos", "role")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if "storage_infos" in given:
+            client_id = f"{given.pop('role', 'train')}_worker_{self.rank}"
+            create_transferqueue_client(client_id=client_id, **given)
+        else:
+            config = kwargs["config"] if kwargs else args[0]
+            create_transferqueue_client(client_id=f"worker_{self.rank}", config=config.transfer_queue)
 
     # --- functions passed by the caller ---
 

@@ -137,12 +137,23 @@ class ActorWorkers:
         """The environment variables by which workers find the rendezvous on rank 0."""
         return rendezvous_environment(self._infos[0].address, self._infos[0].rendezvous_port)
 
+    @property
+    def address(self) -> tuple[str, str]:
+        """Host and port of the rendezvous on rank 0."""
+        return self._infos[0].address, str(self._infos[0].rendezvous_port)
+
+    @property
+    def nodes(self) -> list[str]:
+        """The id of Ray's node of each rank."""
+        return [self._infos[rank].node for rank in sorted(self._infos)]
+
     def _open(self, ranks: Sequence[int]) -> None:
         """Prepare actors that have begun, and open lanes to those on this host."""
         unordered = []
         for rank in ranks:
             context = self._launch.context(rank, self._infos[rank].device)
             environment = {**self._overwritten(), **self._launch.variables, **context.environment(), **self._rendezvous}
+            environment["RAY_LOCAL_RANK"] = str(context.local_rank)
             prepared = self.actors[rank].bandmaster_prepare.remote(context, environment, sys.path)
             if self._infos[rank].overlaps:
                 unordered.append(prepared)

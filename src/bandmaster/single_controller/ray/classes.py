@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from bandmaster.errors import UsageError
 from bandmaster.roles import Roles
 from bandmaster.single_controller.base.decorator import MAGIC_ATTR, Dispatch
+from bandmaster.single_controller.base.megatron.worker import MegatronWorker
 from bandmaster.single_controller.base.worker import Worker
 from bandmaster.worker import ClassWithInitArgs, WorkerContext, make_worker
 
@@ -105,7 +106,9 @@ def create_colocated_worker_raw_cls(class_dict: Mapping[str, ClassWithInitArgs])
     """
     colocated = {name: (unwrapped(given.cls), given.args, given.kwargs) for name, given in class_dict.items()}
     classes = {name: cls for name, (cls, _, _) in colocated.items()}
-    return type("_".join(["FusedWorker", *class_dict]), (Colocated,), {"colocated": colocated, "raw_cls_dict": classes})
+    knows_megatron = any(issubclass(cls, MegatronWorker) for cls in classes.values())
+    bases = (Colocated, MegatronWorker) if knows_megatron else (Colocated,)
+    return type("_".join(["FusedWorker", *class_dict]), bases, {"colocated": colocated, "raw_cls_dict": classes})
 
 
 def create_colocated_worker_cls_fused(class_dict: Mapping[str, ClassWithInitArgs]) -> RayClassWithInitArgs:

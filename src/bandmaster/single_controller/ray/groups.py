@@ -60,7 +60,7 @@ class RayWorkerGroup(WorkerGroup):
         detached: Whether the workers outlive this process; the pool has to be detached as well.
         worker_names: Names of existing workers, which may be another process's.
         worker_handles: Their actor handles, in place of names.
-        ray_wait_register_center_timeout: Ignored: there is no register center.
+        ray_wait_register_center_timeout: Ignored: workers do not wait for the register center, see `name_prefix`.
         mesh: Named axes over the ranks, for the protocols of HybridFlow.
         device_name: Ignored: the pool says whether slots have a GPU.
         use_gpu: Must not be True for a pool without GPUs.
@@ -157,8 +157,13 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def name_prefix(self) -> str:
-        """The prefix of the workers' names."""
-        return self._inner.name.removesuffix(self._inner._cls.__name__)
+        """The prefix of the workers' names.
+
+        Programs of verl up to 0.5 build the name of the group's register center from it. That actor is therefore
+        started when the prefix is read first, unless the group was attached to the workers of another one.
+        """
+        self._inner.start_register_center()
+        return self._inner.prefix
 
     @property
     def fused_worker_used(self) -> bool:

@@ -19,6 +19,7 @@ from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.plan.mesh import Mesh
 from bandmaster.pool import ResourcePool
 from bandmaster.single_controller.ray.launch import ACTORS, ActorLaunch
+from bandmaster.single_controller.ray.register_center import register
 from bandmaster.turns.turns import TurnTaker
 
 __all__ = ["AttachedGroup", "StartedGroup", "check_backend", "nsight_options", "variables_of"]
@@ -44,9 +45,21 @@ class StartedGroup(CoreGroup):
         options: Mapping[str, Any],
     ) -> None:
         self._variables, self._is_detached, self._more_options = variables, is_detached, options
+        self._register_center: Any = None  # its handle, with which it ends
         if name_prefix is None:  # random letters as in verl, so that names differ between controllers
             name_prefix = pool.name_prefix + "".join(string.ascii_letters[byte % 52] for byte in uuid.uuid4().bytes[:6])
         super().__init__(pool, given, mesh=mesh, name_prefix=name_prefix, start_timeout=start_timeout)
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of the workers' names."""
+        return self.name.removesuffix(self._cls.__name__)
+
+    def start_register_center(self) -> None:
+        """Start the actor that programs of verl up to 0.5 ask for the nodes of the workers, if they are actors."""
+        if self._register_center is None and self._ownership.is_open and self._pool._lease.backend == ACTORS:
+            workers: Any = self._ownership.workers()
+            self._register_center = register(self.prefix, workers.address, workers.nodes, self._is_detached)
 
     def _start(self, launch: Launch) -> None:
         options = {**launch.options, **self._more_options}
@@ -103,11 +116,16 @@ class AttachedGroup:
         self.name = cls.__name__
         self.worker_names = list(names) if names else [f"{cls.__name__}_{rank}" for rank in range(n)]
         self.mesh = checked_mesh(mesh, n, f"a group of {n} existing workers")
+        marked = f"{cls.__name__}_"  # behind the prefix: the class, and the worker's place
+        self.prefix = self.worker_names[0].rpartition(marked)[0] if names else ""
         slots = tuple(Slot(None, 0, rank, 0, rank, n, 1.0) for rank in range(n))
         launch = ActorLaunch(self.name, cls.__name__, self.mesh, {}, slots, tuple(self.worker_names), worker_class=cls)
         self._ownership = Ownership(self, self.name)
         self._ownership.set_workers(_attached_workers(launch, actors))
         self._submitter = Submitter(self._ownership.workers, cls, self.mesh, self.name)
+
+    def start_register_center(self) -> None:
+        """Do nothing: the group that has started the workers knows their nodes."""
 
     def on_death(self, callback: Callable[[WorkerDied], object]) -> None:
         """Call ``callback`` once for each death of a worker; see `bandmaster.WorkerGroup.on_death`."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
+from bandmaster.calls.future import Future
 from bandmaster.calls.request import CallRequest, Collection
 from bandmaster.calls.submission import Submitter
 from bandmaster.errors import UsageError
@@ -13,12 +14,11 @@ from bandmaster.groups.method import GroupMethod
 from bandmaster.plan.arguments import CallPlan
 from bandmaster.plan.binding import dispatched
 from bandmaster.plan.transfer import Custom, Gather
-from bandmaster.single_controller.base import decorator
 from bandmaster.single_controller.base.batches import resolved, teach_codec, without_padding
-from bandmaster.single_controller.base.decorator import PADDING_KEY
+from bandmaster.single_controller.base.decorator import PADDING_KEY, collected, joins_rows
 from bandmaster.single_controller.base.later import RowsLater
 
-__all__ = ["RayMethod"]
+__all__ = ["RayMethod", "func_generator"]
 
 
 class RayMethod(GroupMethod[..., Any, Any]):
@@ -32,7 +32,7 @@ class RayMethod(GroupMethod[..., Any, Any]):
         if registration.is_blocking:
             return self._send(args, kwargs, waits=True)
         protocol = registration.protocol
-        if isinstance(protocol, Custom) and _joins_rows(protocol.collect):
+        if isinstance(protocol, Custom) and joins_rows(protocol.collect):
             return RowsLater.of(self._send(args, kwargs, waits=False))
         if not isinstance(protocol, Custom):
             if not self._spec.is_for_zero:
@@ -72,11 +72,8 @@ class RayMethod(GroupMethod[..., Any, Any]):
 
     def _collected(self, protocol: Custom) -> tuple[int, ...]:
         """The ranks whose values the collect function uses."""
-        collect = protocol.collect
-        if getattr(collect, "func", None) is decorator.collect_lazy_compute_data_proto:
-            mask = self._group.collect_info(collect.args[0])  # type: ignore[attr-defined]
-            return tuple(rank for rank, is_collected in enumerate(mask) if is_collected)
-        return self._spec.ranks
+        mask = collected(protocol.collect, self._group)
+        return self._spec.ranks if mask is None else tuple(rank for rank, is_used in enumerate(mask) if is_used)
 
     def _collect(self, collect: Callable[..., Any], ranks: Sequence[int], n_padding: int, values: Sequence[Any]) -> Any:
         outputs = list(values)
@@ -85,6 +82,43 @@ class RayMethod(GroupMethod[..., Any, Any]):
             outputs = [by_rank.get(rank) for rank in range(self._group.world_size)]
         joined = collect(self._group, outputs)
         return joined if type(joined) is list else without_padding(joined, n_padding)
+
+
+def func_generator(
+    worker_group: Any,
+    method_name: str,
+    dispatch_fn: Callable[..., Any],
+    collect_fn: Callable[..., Any],
+    execute_fn: Callable[..., Any],
+    blocking: bool,
+) -> Callable[..., Any]:
+    """A function that distributes its arguments, calls a method by ``execute_fn``, and combines the results.
+
+    Args:
+        worker_group: The group, which is the first argument of ``dispatch_fn`` and ``collect_fn``.
+        method_name: Name of the method.
+        dispatch_fn: Returns ``(args, kwargs)`` with one value per rank.
+        collect_fn: Makes the result from the list of all ranks' values.
+        execute_fn: A method of the group such as ``execute_all``, which returns ObjectRefs.
+        blocking: Whether the function waits for the values. If not, ``collect_fn`` gets the ObjectRefs.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        placed, named = dispatch_fn(worker_group, *args, **kwargs)
+        by_name = dict(named)
+        n_padding = by_name.pop(PADDING_KEY, 0)
+        output = execute_fn(method_name, *placed, **by_name)
+        if blocking:
+            output = [_awaited(item) for item in output] if isinstance(output, list) else _awaited(output)
+        joined = collect_fn(worker_group, output)
+        return joined if type(joined) is list else without_padding(joined, n_padding)
+
+    call.__name__ = call.__qualname__ = method_name
+    return call
+
+
+def _awaited(value: Any) -> Any:
+    return value.result() if isinstance(value, Future) else resolved(value)
 
 
 def references(submitter: Submitter, owner: object, method: str, plan: CallPlan, ranks: tuple[int, ...]) -> list[Any]:
@@ -112,14 +146,6 @@ class Refers(Protocol):
 
     def refer(self, calls: Sequence[Any]) -> dict[int, Any]:
         """Send calls, and return the ObjectRef of each rank's value."""
-
-
-def _joins_rows(collect: Callable[..., Any]) -> bool:
-    return getattr(collect, "func", collect) in (
-        decorator.collect_dp_compute_data_proto,
-        decorator.collect_lazy_compute_data_proto,
-        decorator.collect_nd_compute_dataproto,
-    )
 
 
 def _listed(value: Any) -> Any:

@@ -95,6 +95,23 @@ class RayResourcePool(ResourcePool):
         return self.store
 
     @property
+    def n_gpus_per_node(self) -> int:
+        """Slots on the first node."""
+        return self.store[0]
+
+    @property
+    def accelerator_type(self) -> None:
+        """Always None: bandmaster places slots by the number of GPUs."""
+
+    def local_world_size_list(self) -> list[int]:
+        """For each slot, the number of slots on its node."""
+        return [size for size in self.store for _ in range(size)]
+
+    def local_rank_list(self) -> list[int]:
+        """For each slot, its index on its node."""
+        return [index for size in self.store for index in range(size)]
+
+    @property
     def pgs(self) -> list[Any] | None:
         """The placement group of each node; None before the slots are reserved. Setting it uses groups made elsewhere.
 

@@ -1,0 +1,1 @@
+"""The register center of verl up to 0.5 under its import path."""
