@@ -184,6 +184,9 @@ def test_actors_are_found_and_called_as_in_earlier_versions(ray_cluster):
         assert role.variables("RAY_LOCAL_RANK", "RAY_LOCAL_WORLD_SIZE") == [["0", "2"], ["1", "2"]]
         to_all, as_list = get_predefined_dispatch_fn(Dispatch.ONE_TO_ALL).values()
         assert func_generator(role, "rank_plus", to_all, as_list, role.execute_all, True)(x=1) == [1, 2]
+        handle = group.workers[0]
+        assert ray.get(handle._get_node_ip.remote()) == ray.util.get_node_ip_address()
+        assert ray.get(handle._get_free_port.remote()) > 0 and ray.get(handle.named_rank_plus.remote(2)) == 2
         group.close()
 
 

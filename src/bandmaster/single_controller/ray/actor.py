@@ -452,8 +452,12 @@ def _open(payload: Payload) -> Any:
 
 
 def actor_class(cls: type, base: type[WorkerActor] = WorkerActor) -> Any:
-    """Make an actor class with the name and the public methods of a worker class."""
-    names = [name for name in dir(cls) if not name.startswith("_") and inspect.isfunction(getattr(cls, name))]
+    """Make an actor class with the name and the methods of a worker class, except those that `WorkerActor` has itself.
+
+    Methods of one underscore are among them: programs call ``handle._get_node_ip.remote()``.
+    """
+    names = [name for name in dir(cls) if not name.startswith("__") and inspect.isfunction(getattr(cls, name))]
+    names = [name for name in names if not (name.startswith("_") and hasattr(base, name))]
     forwards = {name: _forward(cls, name, base.overlaps) for name in names}
     made = ray.remote(type(cls.__name__, (base,), {**forwards, "__doc__": cls.__doc__}))
     made.__ray_metadata__.modified_class.__ray_call__ = _ray_call

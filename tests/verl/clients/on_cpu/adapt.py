@@ -1,0 +1,239 @@
+"""Has programs that are written for GPUs run on CPUs, and notes the metrics that a trainer logs.
+
+"cuda" is the CPU, NCCL is Gloo, flash attention is that of torch, and sampling draws the same numbers in every run: the
+n-th draw of a rank depends on its rank and n alone, so that two runs can be compared. Packages that a client imports
+though a run on CPUs does not need them are stubs, if they are not installed.
+"""
+
+import functools
+import importlib.util
+import json
+import math
+import os
+from importlib.machinery import ModuleSpec
+
+STUBS = ("flash_attn", "flash_attn.bert_padding", "torchvision", "vllm", "liger_kernel", "deepspeed")
+
+
+class Adapts:
+    """An import finder that calls a function of `ADAPTED` once the module of that name is imported."""
+
+    def __init__(self):
+        self.busy = set()
+
+    def find_spec(self, name, path=None, target=None):
+        if name in self.busy or (name not in ADAPTED and name not in STUBS):
+            return None
+        self.busy.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ModuleNotFoundError, ValueError):
+            spec = None
+        finally:
+            self.busy.discard(name)
+        if spec is None:
+            return ModuleSpec(name, Stub(), is_package=True) if name in STUBS else None
+        if name in ADAPTED:
+            executes = spec.loader.exec_module
+
+            def exec_module(module):
+                executes(module)
+                ADAPTED[name](module)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+class Stub:
+    """The loader of a package that is not installed: its names are there, and calling one raises."""
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        module.__version__ = "0.0.0"
+        module.__getattr__ = functools.partial(_missing, module.__name__)
+
+
+def _missing(module, name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {"__init__": functools.partialmethod(_refuse, module)})
+
+
+def _refuse(self, module, *args, **kwargs):
+    raise NotImplementedError(f"{module}.{type(self).__name__} needs {module}, which is not installed")
+
+
+# --- torch ---
+
+
+def on_cpu(device):
+    """The CPU for a device that is a GPU; any other value as it is."""
+    import torch
+
+    is_cuda = (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+    return torch.device("cpu") if is_cuda else device
+
+
+def _with_cpu(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*map(on_cpu, args), **{name: on_cpu(value) for name, value in kwargs.items()})
+
+    return call
+
+
+def adapt_torch(torch):
+    cpu = torch.device("cpu")
+    cuda = torch.cuda
+    for name in ("empty_cache", "synchronize", "set_device", "ipc_collect", "manual_seed", "manual_seed_all"):
+        setattr(cuda, name, _nothing)
+    for name in ("reset_peak_memory_stats", "reset_max_memory_allocated"):
+        setattr(cuda, name, _nothing)
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+        setattr(cuda, name, lambda *_, **__: 0)
+    cuda.current_device = lambda: cpu
+    cuda.mem_get_info = lambda *_: (1 << 33, 1 << 34)
+    cuda.get_device_name = lambda *_: "CPU"
+    cuda.get_device_capability = lambda *_: (8, 0)
+    cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
+    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
+    torch.Tensor.pin_memory = lambda self, *_, **__: self
+    torch.Tensor.to, torch.nn.Module.to = _with_cpu(torch.Tensor.to), _with_cpu(torch.nn.Module.to)
+    for name in ("arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros", "as_tensor", "load"):
+        setattr(torch, name, _with_cpu(getattr(torch, name)))
+    for name in ("ones_like", "zeros_like", "empty_like", "full_like"):
+        setattr(torch, name, _with_cpu(getattr(torch, name)))
+    torch.autocast = _autocast(torch.autocast)
+    torch.amp.autocast = torch.autocast
+    torch.multinomial = _repeatable(torch, torch.multinomial)
+
+
+def _nothing(*args, **kwargs):
+    return None
+
+
+def _autocast(real):
+    class Autocast(real):
+        def __init__(self, device_type, *args, **kwargs):
+            super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    return Autocast
+
+
+def _repeatable(torch, multinomial):
+    n_drawn = 0
+
+    def draw(input, num_samples, replacement=False, *, generator=None, out=None):
+        nonlocal n_drawn
+        n_drawn += 1
+        if generator is None:
+            generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")) * 1_000_003 + n_drawn)
+        return multinomial(input, num_samples, replacement, generator=generator)
+
+    return draw
+
+
+def adapt_distributed(distributed):
+    real = distributed.init_process_group
+
+    @functools.wraps(real)
+    def init_process_group(backend=None, *args, **kwargs):
+        kwargs.pop("device_id", None)
+        return real("gloo" if backend is not None and "nccl" in str(backend) else backend, *args, **kwargs)
+
+    distributed.init_process_group = init_process_group
+
+
+def adapt_device_mesh(module):
+    real = module.init_device_mesh
+    module.init_device_mesh = lambda device_type, *args, **kwargs: real(
+        "cpu" if device_type == "cuda" else device_type, *args, **kwargs
+    )
+
+
+def adapt_tensordict(module):
+    module.TensorDictBase.to = _with_cpu(module.TensorDictBase.to)
+
+
+# --- transformers ---
+
+
+def adapt_auto(module):
+    base = module._BaseAutoModelClass
+    for name in ("from_pretrained", "from_config"):
+        setattr(base, name, classmethod(_with_torchs_attention(getattr(base, name).__func__)))
+
+
+def adapt_modeling(module):
+    base = module.PreTrainedModel
+    for name in ("from_pretrained", "_from_config"):
+        if hasattr(base, name):
+            setattr(base, name, classmethod(_with_torchs_attention(getattr(base, name).__func__)))
+
+
+def _with_torchs_attention(function):
+    @functools.wraps(function)
+    def call(cls, *args, **kwargs):
+        if kwargs.get("attn_implementation") == "flash_attention_2":
+            kwargs["attn_implementation"] = "sdpa"
+        return function(cls, *args, **kwargs)
+
+    return call
+
+
+# --- metrics ---
+
+
+def adapt_tracking(module):
+    for name in ("Tracking", "Tracker"):
+        cls = getattr(module, name, None)
+        if cls is not None:
+            cls.log = _noted(cls.log)
+
+
+def _noted(log):
+    @functools.wraps(log)
+    def call(self, data, step, *args, **kwargs):
+        numbers = {name: float(value) for name, value in data.items() if _is_number(value)}
+        with open(os.environ["CLIENT_METRICS"], "a") as file:
+            file.write(json.dumps({"step": step, "metrics": numbers}) + "\n")
+        return log(self, data, step, *args, **kwargs)
+
+    return call
+
+
+def _is_number(value):
+    try:
+        return math.isfinite(float(value)) or True
+    except (TypeError, ValueError):
+        return False
+
+
+def adapt_ray(module):
+    real = module.init
+
+    @functools.wraps(real)
+    def init(*args, **kwargs):
+        kwargs.update(num_cpus=100, num_gpus=8, include_dashboard=False, address="local")
+        kwargs.setdefault("object_store_memory", 1 << 30)
+        return real(*args, **kwargs)
+
+    module.init = init
+
+
+ADAPTED = {
+    "torch": adapt_torch,
+    "torch.distributed": adapt_distributed,
+    "torch.distributed.device_mesh": adapt_device_mesh,
+    "tensordict.base": adapt_tensordict,
+    "transformers.models.auto.auto_factory": adapt_auto,
+    "transformers.modeling_utils": adapt_modeling,
+    "verl.utils.tracking": adapt_tracking,
+    "verl.utils.logger.logger": adapt_tracking,
+    "ray": adapt_ray,
+}
