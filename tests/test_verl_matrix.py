@@ -28,6 +28,7 @@ CLIENTS = Path(__file__).parent / "verl" / "clients"
 sys.path.insert(0, str(CLIENTS))
 
 import names  # noqa: E402
+import run  # noqa: E402
 import table  # noqa: E402
 
 MATRIX = names.read()
@@ -60,7 +61,8 @@ def test_reasons_are_on_the_page():
     page = table.PAGE.read_text()
     unsupported = page[page.index("## Not supported") :]
     for row in ROWS:
-        assert row["unsupported"] is None or row["name"].partition(":")[0] in unsupported, row["name"]
+        module = f"`verl.single_controller.{row['name'].partition(':')[0]}`"
+        assert row["unsupported"] is None or module in unsupported, row["name"]
 
 
 def imported(name):
@@ -220,3 +222,27 @@ def test_the_names_of_a_clients_sources_are_looked_up(tmp_path):
     assert "not supported: import remote:remote: verl 0.1 itself has no such module" in run.stdout
     assert "not in the matrix: import mine:Mine" in run.stdout
     assert f"WorkerGroup.regroup, which {tmp_path / 'verl' / 'trainer.py'}:5: wg.regroup seems" in run.stdout
+
+
+@pytest.fixture
+def result(tmp_path):
+    def make(name, code=0, said="", **metrics):
+        log = tmp_path / name
+        log.write_text(said)
+        return run.Result(code, 1.0, log, {1: metrics})
+
+    return make
+
+
+def test_two_runs_of_a_client_are_compared(result, capsys):
+    own = result("own", loss=0.5, **{"timing_s/step": 2.0})
+    assert run.compared(own, result("same", loss=0.5, **{"timing_s/step": 3.0})) == 0
+    assert "1 of 1 metrics that are not times are equal" in capsys.readouterr().out
+    assert run.compared(own, result("other", loss=0.25)) == 1
+    assert "step 1: loss is 0.5 on its own, 0.25 on bandmaster" in capsys.readouterr().out
+    assert run.compared(own, result("less")) == 1, "a metric is missing"
+    assert run.compared(result("nothing"), result("nothing either")) == 1, "two runs without metrics show nothing"
+    failed = result("failed", 1, "KeyError: 'a'")
+    assert run.compared(failed, result("alike", 1, "more\nKeyError: 'a'")) == 0
+    assert run.compared(failed, result("otherwise", 1, "ValueError: 3")) == 1
+    assert run.compared(own, failed) == 1

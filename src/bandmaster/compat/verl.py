@@ -130,7 +130,7 @@ def _described(version: str | None, folder: Path) -> str:
     if version in TRIED:
         return f"verl {version} of {folder}"
     number = "a verl without a version" if version is None else f"verl {version}"
-    return f"{number} of {folder}, and {', '.join(TRIED)} were tried"
+    return f"{number} of {folder}; those that have been tried are {', '.join(TRIED)}"
 
 
 def _with_hook(init: Any) -> Any:

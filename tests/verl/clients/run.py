@@ -1,10 +1,10 @@
-"""Runs a client's own PPO trainer on CPUs with a tiny model, on its own single controller and on bandmaster, and compares.
+"""Runs a client's PPO trainer on CPUs with a tiny model, on its own single controller and on bandmaster, and compares.
 
     python tests/verl/clients/run.py CHECKOUT [options] [key=value ...]
 
-CHECKOUT is a folder in which `import verl` finds the client's verl; it is not changed, and nothing is fetched. The Python
-that runs this needs what the client needs, but for flash attention and vLLM, and bandmaster's own requirements. Further
-settings go to the client's configuration as they are. The README beside this file says more.
+CHECKOUT is the folder that contains the client's package verl; it is not changed, and nothing is fetched. The Python
+that runs this needs what the client needs, but for flash attention and vLLM, and bandmaster's own requirements.
+Further settings go to the client's configuration as they are. The README beside this file says more.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[2] / "src"
-TIMES = ("timing", "perf/", "time", "throughput", "tflops", "memory", "mfu", "tokens_per_sec", "global_seqlen")
+TIMES = ("timing", "perf/", "time/", "time_per", "throughput", "tflops", "memory", "mfu", "tokens_per_sec")
 
 
 def main():
@@ -57,7 +57,7 @@ def environment(arguments, work, on):
         "CLIENT_RUN": on,
         "CLIENT_METRICS": str(work / f"{on}.jsonl"),
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPYCACHEPREFIX": str(work / "bytecode"),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1",

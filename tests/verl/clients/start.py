@@ -1,4 +1,4 @@
-"""Runs a client's PPO trainer with a tiny model: the client's own configuration, of which only what is there is changed.
+"""Runs a client's PPO trainer with a tiny model: its own configuration, of which only what is there is changed.
 
 Not to be called by hand: `run.py` does, in an environment in which `verl` is the client's.
 """

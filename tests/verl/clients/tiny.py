@@ -18,11 +18,8 @@ def main(folder):
 
     folder = Path(folder)
     special = ["<pad>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>"]
-    words = [
-        *special,
-        *map(str, range(100)),
-        *["what", "is", "plus", "?", "####", "<answer>", "</answer>", "=", "+", "a", "b", "c"],
-    ]
+    more = ["what", "is", "plus", "?", "####", "<answer>", "</answer>", "=", "+", "a", "b", "c"]
+    words = [*special, *map(str, range(100)), *more]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(

@@ -6,13 +6,15 @@ though a run on CPUs does not need them are stubs, if they are not installed.
 """
 
 import functools
+import importlib
 import importlib.util
 import json
 import math
 import os
 from importlib.machinery import ModuleSpec
 
-STUBS = ("flash_attn", "flash_attn.bert_padding", "torchvision", "vllm", "liger_kernel", "deepspeed")
+STUBS = {"flash_attn", "flash_attn.bert_padding", "torchvision", "liger_kernel", "deepspeed"}
+STUBS |= set(filter(None, os.environ.get("CLIENT_STUBS", "").split(",")))
 
 
 class Adapts:
@@ -90,9 +92,9 @@ def adapt_torch(torch):
     cpu = torch.device("cpu")
     cuda = torch.cuda
     for name in ("empty_cache", "synchronize", "set_device", "ipc_collect", "manual_seed", "manual_seed_all"):
-        setattr(cuda, name, _nothing)
+        setattr(cuda, name, lambda *_, **__: None)  # one for each, as torch.compile keeps a table of functions
     for name in ("reset_peak_memory_stats", "reset_max_memory_allocated"):
-        setattr(cuda, name, _nothing)
+        setattr(cuda, name, lambda *_, **__: None)
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
         setattr(cuda, name, lambda *_, **__: 0)
     cuda.current_device = lambda: cpu
@@ -111,10 +113,6 @@ def adapt_torch(torch):
     torch.autocast = _autocast(torch.autocast)
     torch.amp.autocast = torch.autocast
     torch.multinomial = _repeatable(torch, torch.multinomial)
-
-
-def _nothing(*args, **kwargs):
-    return None
 
 
 def _autocast(real):
@@ -156,6 +154,10 @@ def adapt_device_mesh(module):
     )
 
 
+def adapt_fsdp(module):
+    module._check_module_states_for_sync_module_states = lambda states: None  # it refuses states on the CPU
+
+
 def adapt_tensordict(module):
     module.TensorDictBase.to = _with_cpu(module.TensorDictBase.to)
 
@@ -177,8 +179,11 @@ def adapt_modeling(module):
 
 
 def _with_torchs_attention(function):
+    """With torch's attention in place of flash attention, and new weights, as of a critic's head, drawn from a seed."""
+
     @functools.wraps(function)
     def call(cls, *args, **kwargs):
+        importlib.import_module("torch").manual_seed(0)
         if kwargs.get("attn_implementation") == "flash_attention_2":
             kwargs["attn_implementation"] = "sdpa"
         return function(cls, *args, **kwargs)
@@ -230,6 +235,7 @@ ADAPTED = {
     "torch": adapt_torch,
     "torch.distributed": adapt_distributed,
     "torch.distributed.device_mesh": adapt_device_mesh,
+    "torch.distributed.fsdp._init_utils": adapt_fsdp,
     "tensordict.base": adapt_tensordict,
     "transformers.models.auto.auto_factory": adapt_auto,
     "transformers.modeling_utils": adapt_modeling,
