@@ -23,6 +23,7 @@ from bandmaster.watching.notice import RankFacts, is_in_collective, notice
 LOOK_S = 1.0
 YOUNG_S = 0.5  # ranks of younger calls are not looked at
 USUAL_TIMES, LEAST_S, MOST_S, UNKNOWN_S = 10.0, 30.0, 300.0, 60.0  # see `CallOptions.stall_after`
+OFTEN = 0.1  # of that time, between two looks at ranks
 AGAIN = 4.0  # a notice is repeated after so many times the time that it told of
 MOST_KEPT = 100
 _log = logging.getLogger(__name__)
@@ -121,28 +122,40 @@ class _Watched:
         self._took: dict[str, float] = {}  # the longest that calls were seen to take, by method
         self._lives: dict[int, Life] = {}
         self._told: _Told | None = None
-        self._spins_at = 0.0
+        self._spins_at = self._looks_at = 0.0  # the moments before which this is not done again
 
     def look(self, workers: Workers, calls: Sequence[Any], tell: Any) -> None:
         """Look at the calls that have not ended."""
         now = time.monotonic()
         self._note(calls, now)
-        after = {id(call): self._after(call) for call in calls}
-        old = [call for call in calls if now - self._since[id(call)][1] >= YOUNG_S and after[id(call)] is not None]
-        if old:
-            workers.check(is_thorough=False)
-            self._look_at_ranks(workers, old, now)
+        limits = {id(call): limit for call in calls if (limit := self._after(call)) is not None}
+        old = [call for call in calls if id(call) in limits and now - self._since[id(call)][1] >= YOUNG_S]
+        if self._told is not None and not any(call is self._told.call() for call in old):
+            self._withdraw(self._told)
+        if not old or now < self._looks_at:
+            return
+        workers.check(is_thorough=False)
+        self._look_at_ranks(workers, old, now)
+        left = [OFTEN * min(limits[id(call)] for call in old)]  # seconds until the next look
         for call in old:
-            ranks = _owing(call)
-            lives = [self._lives[rank] for rank in ranks if rank in self._lives]
-            if lives and len(lives) == len(ranks):
-                since, limit = self._since[id(call)][1], after[id(call)]
-                quiet = [now - max(life.moved_at, since) for life in lives]
-                assert limit is not None, "the others are left out"
-                if max(quiet) >= limit and (min(quiet) >= limit or self._waits_in_vain(workers, call, limit, now)):
-                    self._tell(workers, call, (max(quiet), len(old) - 1), tell)
-                    return
-        self._withdraw(calls)
+            quiet, limit = self._quiet_s(call, now), limits[id(call)]
+            if (
+                quiet
+                and max(quiet) >= limit
+                and (min(quiet) >= limit or self._waits_in_vain(workers, call, limit, now))
+            ):
+                self._tell(workers, call, (max(quiet), len(old) - 1), tell)
+                return
+            left.append(limit - min(quiet, default=0.0))
+        self._looks_at = now + min(left)
+        if self._told is not None:
+            self._withdraw(self._told)
+
+    def _quiet_s(self, call: Any, now: float) -> list[float]:
+        """Seconds without progress of each rank that owes a reply; none if there is one of which nothing is known."""
+        ranks, since = _owing(call), self._since[id(call)][1]
+        known = [self._lives[rank].moved_at for rank in ranks if rank in self._lives]
+        return [now - max(moved_at, since) for moved_at in known] if len(known) == len(ranks) else []
 
     def _note(self, calls: Sequence[Any], now: float) -> None:
         """Note when calls were seen first, and how long those took that have ended since the last look."""
@@ -200,12 +213,10 @@ class _Watched:
         self._told = _Told(weakref.ref(call), f"{site.method} of group {site.group!r}", now + AGAIN * seconds)
         tell(Stall(site.group, site.method, tuple(tickets), seconds, text, time.time()))
 
-    def _withdraw(self, calls: Sequence[Any]) -> None:
+    def _withdraw(self, told: _Told) -> None:
         """Tell that the call goes on that was told of, or has ended."""
-        told, self._told = self._told, None
-        call = None if told is None else told.call()
-        if told is not None and (call is None or call not in calls or _owing(call)):
-            _log.warning("%s goes on", told.words)
+        self._told = None
+        _log.warning("%s goes on", told.words)
 
 
 def _owing(call: Any) -> Mapping[int, Any]:
