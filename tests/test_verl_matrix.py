@@ -246,3 +246,30 @@ def test_two_runs_of_a_client_are_compared(result, capsys):
     assert run.compared(failed, result("alike", 1, "more\nKeyError: 'a'")) == 0
     assert run.compared(failed, result("otherwise", 1, "ValueError: 3")) == 1
     assert run.compared(own, failed) == 1
+
+
+def test_nothing_of_a_run_is_left(tmp_path):
+    """Not even a process that has left the session, as Ray's do."""
+    ends, starts = socket.socketpair()
+    ends.settimeout(60)
+    number = starts.fileno()
+    child = f"import os; os.write({number}, b'up'); os.read(0, 1)"
+    program = (
+        "import os, subprocess, sys\n"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE, pass_fds=[{number}],"
+        " start_new_session=True)\n"
+        "os.read(0, 1)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "CLIENT_METRICS": str(tmp_path / "own.jsonl")},
+        pass_fds=[number],
+        start_new_session=True,
+    )
+    starts.close()
+    assert ends.recv(2) == b"up"
+    run.end(process, f"CLIENT_METRICS={tmp_path / 'own.jsonl'}")
+    assert ends.recv(1) == b"", "its end of the socket is closed with it"
+    ends.close()
+    process.stdin.close()

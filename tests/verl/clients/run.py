@@ -112,7 +112,7 @@ def run(arguments, work, on):
         except subprocess.TimeoutExpired:
             code = 124
         finally:
-            end(process)
+            end(process, f"CLIENT_METRICS={metrics}")
     noted = [json.loads(line) for line in metrics.read_text().splitlines()]
     controllers = {note["controller"] for note in noted if "controller" in note}
     expected = "bandmaster.single_controller.ray" if on == "bandmaster" else "verl.single_controller.ray"
@@ -121,14 +121,25 @@ def run(arguments, work, on):
     return Result(code, time.monotonic() - begin, log, steps)
 
 
-def end(process):
-    """End the run's process, which ends its Ray, and what is left of its session."""
+def end(process, mark):
+    """End the run's process, which ends its Ray, and then what is left of the run in sessions of its own.
+
+    Args:
+        process: The process that was started.
+        mark: An item of the environment that all processes of the run have, and no others.
+    """
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
             process.wait(20)
         except (ProcessLookupError, subprocess.TimeoutExpired):
             continue
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+        except OSError:
+            continue  # it has ended, or is another user's
 
 
 def last_error(log):
