@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import models
 import sampling as sampled
 import torch
 from random_rows import hashed, uniform
@@ -38,6 +39,8 @@ class ToyEngine(LanguageModel, rl.Engine):
 
     def __init__(self, name: str | None = None, seed: int = 0, max_model_len: int = 64) -> None:
         super().__init__(name, seed)
+        self._first = name, seed
+        self._n_resets = 0
         self.vocab_size, self.max_model_len = self.model.config.vocab_size, max_model_len
         self._seeds = itertools.count(int(hashed(torch.tensor(seed + self.rank))))
         self._open: set[Open] = set()
@@ -67,7 +70,7 @@ class ToyEngine(LanguageModel, rl.Engine):
 
     async def _parts(self, this: Open, prompt: list[int], sampling: rl.Sampling) -> AsyncGenerator[rl.Answer, None]:
         """The tokens of one answer, one at a time."""
-        given, cache = torch.tensor([prompt]), None
+        given, cache, n_resets = torch.tensor([prompt]), None, self._n_resets
         n_tokens = min(sampling.max_tokens, self.max_model_len - len(prompt))
         for index in range(n_tokens):
             await asyncio.sleep(0)  # to the other requests
@@ -75,10 +78,13 @@ class ToyEngine(LanguageModel, rl.Engine):
             if this.is_aborted:
                 yield rl.Answer([], [], [], "abort", "")
                 return
+            if n_resets != self._n_resets:  # computed with other weights
+                given, cache, n_resets = torch.tensor([prompt]), None, self._n_resets
             with torch.no_grad():
                 output = self.model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache, logits = output.past_key_values, output.logits[0, -1]
             given = self._chosen(logits, sampling, index)[None, None]
+            prompt = [*prompt, int(given)]
             part = self._part(int(given), logits, sampling)
             if part.finish_reason is None and index + 1 == n_tokens:
                 part = part._replace(finish_reason="length")
@@ -163,11 +169,16 @@ class ToyEngine(LanguageModel, rl.Engine):
         await self._tell()
 
     async def reset_cache(self) -> None:
-        """Nothing: each request has a cache of its own."""
+        """Have each open request compute what it has of a prompt and an answer again."""
+        self._n_resets += 1
 
     @property
     def is_ready(self) -> bool:
         return not (self._holds_new or self._is_asleep)
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._is_asleep
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         if not holds():
@@ -177,6 +188,17 @@ class ToyEngine(LanguageModel, rl.Engine):
     async def _tell(self) -> None:
         async with self._news:
             self._news.notify_all()
+
+    # --- weights ---
+
+    def weights_specs(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        return rl.tensor_specs(self.weights())
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        rl.load_tensors(self.weights(), weights)
+
+    def first_weights(self) -> Mapping[str, Tensor]:
+        return models.language_model(*self._first).state_dict()
 
     # --- checks ---
 

@@ -1,21 +1,26 @@
-"""vLLM as a worker group of two replicas: tokens, log-probabilities, requests, streams, control, mistakes, deaths."""
+"""vLLM does what every engine does, as a worker group of two replicas; and what vLLM does beside that; and deaths."""
 
 import asyncio
 import os
 import signal
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
 import psutil
 import pytest
+import tiny_model
+from engine_contract import *  # noqa: F403  # its tests are of this module
+from engine_contract import Kit, Source
 from options import OPTIONS
 
 import bandmaster as bm
 from bandmaster import Dispatch, register, rl
-from bandmaster.rl import Answer, Sampling
+from bandmaster.rl import Sampling
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 LONG = Sampling(max_tokens=200, ignore_eos=True)
+GREEDY_LONG = Sampling(max_tokens=200, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [14, 8], [20, 21, 22, 23, 24], [9] * 40]
 
 
@@ -41,87 +46,25 @@ class Rollout(rl.VLLM):
 
 
 @pytest.fixture(scope="module")
-def engine(model_path):
-    with bm.ResourcePool([2], backend="local") as pool:
+def limits():
+    return tiny_model.VOCAB_SIZE, OPTIONS["max_model_len"]
+
+
+@pytest.fixture(scope="module")
+def kit(model_path):
+    make_model = partial(tiny_model.load, model_path)
+
+    @contextmanager
+    def make_source():
+        with bm.ResourcePool([4], backend="local") as pool:
+            yield bm.WorkerGroup(pool, Source, make_model, tiny_model.cut, mesh=bm.Mesh(dp=2, tp=2))
+
+    with bm.ResourcePool([2], backend="local") as pool, make_source() as source:
         group = bm.WorkerGroup(pool, Rollout, model_path, mesh=bm.Mesh(dp=2), **OPTIONS)
         group.generate({"prompt": PROMPTS}, GREEDY)
         group.metrics.all().result()
-        yield group
-
-
-async def n_running(engine):
-    return [figures["n_running"] for figures in await engine.metrics.all()]
-
-
-async def until(engine, expected):
-    """Wait until the engines run so many requests."""
-    async with asyncio.timeout(60):
-        while sorted(await n_running(engine)) != sorted(expected):
-            await asyncio.sleep(0.01)
-
-
-# --- tokens ---
-
-
-def test_greedy_tokens_are_those_of_transformers(engine, reference):
-    rows = engine.generate({"prompt": PROMPTS}, GREEDY)
-    assert [one.tolist() for one in rows["answer"]] == [reference.greedy(prompt, 12) for prompt in PROMPTS]
-    assert rows["n_tokens"].tolist() == [12] * 4 and rows["finish_reason"] == ["length"] * 4
-    assert [one.tolist() for one in rows["versions"]] == [[0] * 12] * 4
-    for number, prompt in enumerate(PROMPTS):
-        (answer,) = engine.request.options(replica=number % 2)(prompt, GREEDY).result()
-        assert answer.tokens == rows["answer"][number].tolist()
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_are_those_of_transformers(engine, reference, temperature):
-    prompts = PROMPTS * 4
-    sampling = Sampling(max_tokens=20, temperature=temperature)
-    rows = engine.generate({"prompt": prompts, "seed": np.arange(16)}, sampling)
-    assert {"stop", "length"} >= set(rows["finish_reason"])
-    for prompt, answer, log_probs in zip(prompts, rows["answer"], rows["log_probs"], strict=True):
-        expected = reference.log_probs(prompt, answer.tolist())[np.arange(len(answer)), answer]
-        assert np.abs(expected.numpy() - log_probs).max() <= 1e-4
-    assert all(len(one) == n for one, n in zip(rows["answer"], rows["n_tokens"], strict=True))
-
-
-def test_a_seed_makes_an_answer_and_engines_draw_different_ones(engine):
-    seeded = Sampling(max_tokens=20, seed=3, ignore_eos=True)
-    first, second = (engine.request.options(replica=n)(PROMPTS[0], seeded).result() for n in (0, 1))
-    assert first == second
-    unseeded = Sampling(max_tokens=20, ignore_eos=True)
-    answers = [engine.request.options(replica=n)(PROMPTS[0], unseeded).result()[0].tokens for n in (0, 1, 0, 1)]
-    assert len(set(map(tuple, answers))) == 4
-
-
-def test_generate_by_handle(engine, reference):
-    rows = engine.generate.submit({"prompt": PROMPTS}, GREEDY).select("answer").rename(answer="prompt")
-    again = engine.generate.submit(rows, GREEDY).result()["answer"]
-    expected = [reference.greedy(reference.greedy(prompt, 12), 12) for prompt in PROMPTS]
-    assert [one.tolist() for one in again] == expected
-
-
-def test_rows_of_none_and_of_one(engine):
-    assert engine.generate({"prompt": []}, GREEDY)["answer"] == []
-    assert len(engine.generate({"prompt": PROMPTS[:1]}, GREEDY)["answer"]) == 1
-
-
-# --- requests ---
-
-
-def test_parts_of_a_stream_join_to_the_whole(engine):
-    sampling = Sampling(max_tokens=15, seed=7, n=2, logprobs=2)
-    whole = engine.request(PROMPTS[0], sampling).result()
-    parts = list(engine.tokens.stream(PROMPTS[0], sampling))
-    assert len(parts) > 2
-    assert [Answer.joined([part for part in parts if part.number == n]) for n in (0, 1)] == whole
-    assert all(len(top) in (2, 3) for answer in whole for top in answer.top_logprobs)
-
-
-def test_many_requests_at_a_time(engine, reference):
-    answers = engine.request.map([list(prompt) for prompt in PROMPTS * 20], sampling=GREEDY).result()
-    expected = [reference.greedy(prompt, 12) for prompt in PROMPTS]
-    assert [one[0].tokens for one in answers] == expected * 20
+        sync = rl.WeightSync(source, group)
+        yield Kit(group, tiny_model.Reference(model_path), PROMPTS, GREEDY, GREEDY_LONG, source, sync, make_source)
 
 
 def test_chat_messages_become_a_prompt(engine):
@@ -147,94 +90,7 @@ def test_a_hook_changes_the_sampling(engine):
     assert answer.tokens == [33] * 5
 
 
-def test_a_cancelled_request_is_aborted_in_the_engine(engine):
-    async def main():
-        task = asyncio.ensure_future(engine.request(PROMPTS[0], LONG))
-        await until(engine, [0, 1])
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert task.cancelled()
-        await until(engine, [0, 0])
-
-    asyncio.run(main())
-
-
-def test_a_closed_stream_is_aborted_in_the_engine(engine):
-    async def main():
-        async for _ in engine.tokens.stream(PROMPTS[0], LONG):
-            break
-        await until(engine, [0, 0])
-
-    asyncio.run(main())
-
-
 # --- control ---
-
-
-def test_keep_holds_requests_and_goes_on(engine):
-    async def main():
-        asked = [engine.request.options(replica=0)(prompt, GREEDY) for prompt in PROMPTS]
-        await engine.pause.all("keep")
-        late = engine.request.options(replica=0)(PROMPTS[0], GREEDY)
-        await engine.metrics.all()
-        assert not late.done()
-        await engine.resume.all()
-        return [(await one)[0].tokens for one in [*asked, late]]
-
-    first, *_, last = asyncio.run(main())
-    assert first == last
-
-
-def test_abort_returns_what_there_is(engine):
-    async def main(stop):
-        stream = engine.tokens.stream(PROMPTS[0], LONG)
-        parts = [await anext(stream)]
-        await stop()
-        parts += [part async for part in stream]
-        await until(engine, [0, 0])
-        await engine.resume.all()
-        return Answer.joined(parts)
-
-    for stop in (engine.abort.all, lambda: engine.pause.all("abort")):
-        answer = asyncio.run(main(stop))
-        assert answer.finish_reason == "abort" and 0 < len(answer.tokens) < 200
-        assert len(answer.tokens) == len(answer.log_probs) == len(answer.versions)
-
-
-def test_wait_lets_requests_end_and_holds_new_ones(engine):
-    async def main():
-        first = engine.request.options(replica=0)(PROMPTS[0], LONG)
-        await until(engine, [0, 1])
-        await engine.pause.all("wait")
-        assert (await first)[0].finish_reason == "length"
-        second = engine.request.options(replica=0)(PROMPTS[0], GREEDY)
-        await engine.metrics.all()
-        assert not second.done()
-        await engine.resume.all()
-        return await second
-
-    assert len(asyncio.run(main())[0].tokens) == 12
-
-
-def test_sleep_and_wake(engine, reference):
-    async def main():
-        await engine.sleep.all()
-        late = engine.request(PROMPTS[0], GREEDY)
-        await engine.metrics.all()
-        assert not late.done()
-        await engine.wake.all()
-        return await late
-
-    assert asyncio.run(main())[0].tokens == reference.greedy(PROMPTS[0], 12)
-
-
-def test_a_batch_for_an_engine_that_is_paused_or_asleep_is_an_error(engine):
-    for begin, end in ((engine.pause, engine.resume), (engine.sleep, engine.wake)):
-        begin.all().result()
-        with pytest.raises(bm.RemoteError, match=r"paused or asleep; call resume.all\(\) or wake.all\(\)"):
-            engine.generate({"prompt": PROMPTS}, GREEDY)
-        end.all().result()
-    assert engine.generate({"prompt": PROMPTS}, GREEDY)["n_tokens"].tolist() == [12] * 4
 
 
 def test_the_cache_is_reset(engine):
@@ -254,29 +110,6 @@ def test_the_cache_is_reset(engine):
 
 
 # --- mistakes ---
-
-
-@pytest.mark.parametrize(
-    ("prompt", "said"),
-    [
-        ([], "the prompt is empty"),
-        ([64], "the token id 64, but those of the model are 0 to 63"),
-        ([-1], "the token id -1"),
-        ([1] * 256, "has 256 tokens, but the engine takes 256 with the answer"),
-        ("1+2=", "must be a list of token ids"),
-        ([{"content": {}}, 3], "which are whole numbers"),
-    ],
-    ids=["empty", "too high", "negative", "too long", "text", "mixed"],
-)
-def test_a_bad_prompt_is_an_error_and_the_engine_stays_usable(engine, prompt, said):
-    with pytest.raises(bm.RemoteError, match=said):
-        engine.request(prompt, GREEDY).result()
-    with pytest.raises(bm.RemoteError, match=said):
-        list(engine.tokens.stream(prompt, GREEDY))
-    if not isinstance(prompt, str):
-        with pytest.raises(bm.RemoteError, match="prompt 1 "):
-            engine.generate({"prompt": [[1], [1], [1], prompt]}, GREEDY)
-    assert len(engine.request(PROMPTS[0], GREEDY).result()[0].tokens) == 12
 
 
 def test_bad_sampling_is_an_error_and_the_engine_stays_usable(engine):

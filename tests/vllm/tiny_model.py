@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import fnmatch
 from pathlib import Path
 
+import engine_contract
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import bandmaster as bm
+from bandmaster import rl
 
 CHARACTERS = "0123456789+=abcdefghijklmnopqrstuvwxyz ,.?!-*/()"
 PAD, BEGIN, END, UNKNOWN = range(4)
@@ -45,23 +52,28 @@ def make(folder: Path, seed: int = 0) -> str:
     return str(folder)
 
 
-class Reference:
-    """The model by transformers."""
+def load(path: str) -> torch.nn.Module:
+    """The model of a folder by transformers."""
+    return LlamaForCausalLM.from_pretrained(path)
+
+
+def cut(model: torch.nn.Module, worker: bm.Worker) -> torch.nn.Module:
+    """Cut a model over the ranks of a worker's group: along tp as tensor parallelism, along dp fully sharded."""
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    mesh = rl.device_mesh(worker, "dp", "tp")
+    plan = {
+        name: styles[kind]()
+        for name, _ in model.named_modules()
+        for pattern, kind in model.tp_plan.items()
+        if kind in styles and fnmatch.fnmatch(name, pattern)
+    }
+    assert plan, "the model has a plan for tensor parallelism"
+    parallelize_module(model, mesh["tp"], plan)
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+class Reference(engine_contract.Reference):
+    """The model of a folder by transformers."""
 
     def __init__(self, path: str) -> None:
-        self.model = LlamaForCausalLM.from_pretrained(path).eval()
-
-    @torch.no_grad()
-    def log_probs(self, prompt: list[int], answer: list[int]) -> torch.Tensor:
-        """The log-probabilities of all tokens where those of an answer were chosen: float32 (tokens, vocabulary)."""
-        tokens = torch.tensor([[*prompt, *answer]])
-        return self.model(tokens[:, :-1]).logits[0, -len(answer) :].float().log_softmax(dim=-1)
-
-    @torch.no_grad()
-    def greedy(self, prompt: list[int], n_tokens: int) -> list[int]:
-        """The most probable tokens, beyond the end-of-sequence token."""
-        tokens = torch.tensor([prompt])
-        made = self.model.generate(
-            tokens, max_new_tokens=n_tokens, min_new_tokens=n_tokens, do_sample=False, eos_token_id=-1
-        )
-        return made[0, len(prompt) :].tolist()
+        super().__init__(load(path))

@@ -21,10 +21,12 @@ from bandmaster.rl.engines.interface import Engine
 from bandmaster.rl.engines.sampling import Sampling
 from bandmaster.rl.engines.vllm import VLLM
 from bandmaster.rl.layout import Box, Layout
+from bandmaster.rl.local_tensors import load_tensors, tensor_specs
 from bandmaster.rl.meshes import device_mesh, start_torch_distributed
 from bandmaster.rl.resharding import Move, Resharding, reshard
 from bandmaster.rl.seeds import seed
-from bandmaster.rl.weights import HoldsWeights, WeightSync
+from bandmaster.rl.weight_sync import WeightSync
+from bandmaster.rl.weights import HoldsWeights
 
 __all__ = [
     "VLLM",
@@ -43,9 +45,11 @@ __all__ = [
     "connect",
     "device_mesh",
     "load",
+    "load_tensors",
     "padded",
     "reshard",
     "save",
     "seed",
     "start_torch_distributed",
+    "tensor_specs",
 ]

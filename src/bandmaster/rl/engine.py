@@ -24,7 +24,7 @@ from bandmaster import UsageError, Worker
 from bandmaster.rl.exchange import Pieces, exchange
 from bandmaster.rl.interrupts import uninterrupted
 from bandmaster.rl.layout import Box
-from bandmaster.rl.local_tensors import layout_of_ranks, local_tensor, specs, tensors_of
+from bandmaster.rl.local_tensors import layout_of_ranks, local_tensor, tensor_specs, tensors_of
 from bandmaster.rl.meshes import start_torch_distributed
 from bandmaster.rl.resharding import Resharding, reshard
 
@@ -151,7 +151,7 @@ class HybridEngine:
             ("training", self._training, self.plan.source),
             ("generation", self._generation, self.plan.target),
         ):
-            now = specs(tensors)
+            now = tensor_specs(tensors)
             for name, box in layout.boxes[self._rank].items():
                 before = box.shape, layout.tensors[name][1]
                 if name not in now or (kind == "training" and now[name] != before):

@@ -27,8 +27,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return found
 
 
-def specs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The shape of each whole tensor, and its dtype, by name."""
+def tensor_specs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The shape of each whole tensor, and its dtype by torch's name such as ``"bfloat16"``, by name."""
     return {name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()}
 
 
@@ -51,7 +51,7 @@ def _own_box(tensor: Tensor) -> Box:
 
 def layout_of_ranks(tensors: Mapping[str, Tensor], world_size: int) -> Layout:
     """The layout of the tensors on all ranks of a group. Collective, if there are several: all ranks call it."""
-    own = specs(tensors), own_boxes(tensors)
+    own = tensor_specs(tensors), own_boxes(tensors)
     if world_size == 1:
         return Layout(own[0], [own[1]])
     import torch.distributed as dist
@@ -59,3 +59,23 @@ def layout_of_ranks(tensors: Mapping[str, Tensor], world_size: int) -> Layout:
     said: list[Any] = [None] * world_size
     dist.all_gather_object(said, own)
     return Layout({name: spec for specs, _ in said for name, spec in specs.items()}, [boxes for _, boxes in said])
+
+
+def load_tensors(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy whole tensors into the parts of them that this rank has. If shapes differ, nothing is changed.
+
+    Args:
+        weights: The tensors to change, such as a state dict: plain ones, or `DTensor`s.
+        tensors: The whole tensors, by the same names; those of other names are left out.
+
+    Raises:
+        UsageError: A whole tensor is missing, or has another shape.
+    """
+    for name, weight in weights.items():
+        if name not in tensors or tensors[name].shape != weight.shape:
+            found = f"of shape {tuple(tensors[name].shape)}" if name in tensors else "that is missing"
+            raise UsageError(f"weight {name!r} of shape {tuple(weight.shape)} cannot be filled from one {found}")
+    boxes = own_boxes(weights)
+    for name, weight in weights.items():
+        whole = Box((0,) * weight.ndim, tuple(weight.shape))
+        local_tensor(weight).detach().copy_(tensors[name][boxes[name].slices(whole)])

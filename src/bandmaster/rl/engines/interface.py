@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from bandmaster import Dispatch, UsageError, Worker, register, report
+from bandmaster import Dispatch, UsageError, register, report
+from bandmaster.rl.engine_weights.target import CONTROL, PauseMode, TakesWeights
 from bandmaster.rl.engines.answers import Answer, columns_of, is_chat, prompts_of, seeds_of, token_ids
 from bandmaster.rl.engines.sampling import Sampling
 
 CONCURRENCY = 256  # requests of one caller that a replica runs at a time; further ones wait in the caller
-CONTROL = 8  # the same of those that control the engine
-PauseMode = Literal["keep", "wait", "abort"]
 PAUSE_MODES = ("keep", "wait", "abort")
 T = TypeVar("T")
 
 
-class Engine(Worker, ABC):
+class Engine(TakesWeights, ABC):
     """Base class of workers that are inference engines: token ids in, token ids out.
 
     A batch goes to all replicas by `generate`, a call that runs alone. Single prompts go to one replica each by
@@ -28,7 +27,7 @@ class Engine(Worker, ABC):
     is busy; ``group.pause.all("keep")`` reaches all replicas.
 
     An engine implements `answers`, `increments`, and the methods that control it. All run on the event loop of the
-    worker, one at a time between two ``await``s.
+    worker, one at a time between two ``await``s. With `load_weights`, it is a target of `WeightSync`.
 
     Attributes:
         vocab_size: Token ids of prompts are below this number. An engine sets it in its constructor.
@@ -38,8 +37,8 @@ class Engine(Worker, ABC):
 
     vocab_size: int
     max_model_len: int
-    weights_version: Any = None
     _n_open = 0
+    _n_pauses = 0  # calls of `pause`
 
     # --- for implementers ---
 
@@ -99,6 +98,11 @@ class Engine(Worker, ABC):
         return True
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether the engine has given up its memory, so that it cannot take weights."""
+        return False
+
+    @property
     def version(self) -> int:
         """The version of the weights, as answers have it."""
         return self.weights_version if type(self.weights_version) is int else 0
@@ -126,6 +130,9 @@ class Engine(Worker, ABC):
         """
         if not self.is_ready:  # what ends that is a request, which would wait behind this call
             raise UsageError("the engine is paused or asleep; call resume.all() or wake.all() before generate")
+        if self._arrived is not None:
+            raise UsageError(f"rank {self.rank} was replaced, and has no weights yet; generate when it has them")
+        self.check_usable()
         prompts, seeds = prompts_of(rows), seeds_of(rows)
         self._check(sampling)
         if sampling.n > 1 or sampling.logprobs:
@@ -156,6 +163,7 @@ class Engine(Worker, ABC):
         """
         ids = self._prompt(prompt, sampling)
         with self._counted():
+            await self.has_weights()
             return await self.answers(ids, sampling)
 
     @register(Dispatch.REQUEST, concurrency=CONCURRENCY)
@@ -170,8 +178,9 @@ class Engine(Worker, ABC):
             UsageError: Before the engine does anything: the prompt or the sampling is not valid.
         """
         ids = self._prompt(prompt, sampling)
-        parts = self.increments(ids, sampling)
         with self._counted():
+            await self.has_weights()
+            parts = self.increments(ids, sampling)
             try:
                 async for part in parts:
                     yield part
@@ -196,6 +205,7 @@ class Engine(Worker, ABC):
         """
         if mode not in PAUSE_MODES:
             raise UsageError(f"the mode of pause must be one of {', '.join(map(repr, PAUSE_MODES))}, got {mode!r}")
+        self._n_pauses += 1
 
     @register(Dispatch.REQUEST, concurrency=CONTROL)
     @abstractmethod
@@ -227,10 +237,10 @@ class Engine(Worker, ABC):
         """Figures of the engine by name.
 
         Returns:
-            ``n_running`` and ``n_waiting`` of the requests in the engine, ``version`` of the weights, and others that
-            each kind of engine has.
+            ``n_open`` of the requests that were sent to this replica and have not ended, ``n_running`` and
+            ``n_waiting`` of those in the engine, ``version`` of the weights, and others that each kind of engine has.
         """
-        return {"n_running": self._n_open, "n_waiting": 0, "version": self.version}
+        return {"n_open": self._n_open, "n_running": self._n_open, "n_waiting": 0, "version": self.version}
 
     # --- checks and load ---
 
@@ -261,12 +271,47 @@ class Engine(Worker, ABC):
     def _counted(self) -> Iterator[None]:
         """Count a request as open, and report how many are."""
         self._n_open += 1
-        report(self, load=self._n_open)
+        self._report_load()
         try:
             yield
         finally:
             self._n_open -= 1
+            self._report_load()
+
+    def _report_load(self) -> None:
+        if self._arrived is None and not self._unusable:
             report(self, load=self._n_open)
+
+    # --- weights ---
+
+    def check_takes_weights(self) -> None:
+        """Check that the engine can load weights now.
+
+        Raises:
+            UsageError: It is asleep.
+        """
+        if self.is_asleep:
+            raise UsageError("the engine is asleep; call wake.all() before new weights come")
+
+    @asynccontextmanager
+    async def held(self, in_flight: PauseMode) -> AsyncIterator[None]:
+        """Pause the engine within a block, unless it is paused, and forget at its end what was cached of prompts.
+
+        Engines whose `load_weights` is not async need no more than this.
+
+        Args:
+            in_flight: The mode of `pause`.
+        """
+        is_paused_here = self.is_ready
+        if is_paused_here:
+            await self.pause(in_flight)
+        n_pauses = self._n_pauses
+        try:
+            yield
+        finally:
+            await self.reset_cache()
+            if is_paused_here and n_pauses == self._n_pauses:  # else the user has paused it meanwhile
+                await self.resume()
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

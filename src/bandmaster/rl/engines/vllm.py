@@ -14,20 +14,25 @@ vLLM is imported in workers alone. `docs/design/` lists what of vLLM this module
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from bandmaster import UsageError, report
+from bandmaster.rl.engine_weights.checkpoint import as_engine_has_them, checkpoint_specs
+from bandmaster.rl.engine_weights.staged import StagedWeights
+from bandmaster.rl.engine_weights.target import PauseMode
 from bandmaster.rl.engines import vllm_start
 from bandmaster.rl.engines.answers import Answer
-from bandmaster.rl.engines.interface import Engine, PauseMode
+from bandmaster.rl.engines.interface import Engine
 from bandmaster.rl.engines.sampling import Sampling
-from bandmaster.rl.engines.vllm_values import (
-    answers_of,
-    metrics_of,
-    sampling_params,
-)
+from bandmaster.rl.engines.vllm_checkpoint import checkpoint_weights, model_folder, some_at_a_time
+from bandmaster.rl.engines.vllm_plugin import WEIGHTS
+from bandmaster.rl.engines.vllm_values import DEFAULT_VERSION, answers_of, metrics_of, sampling_params
+from bandmaster.rl.layout import Spec
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -67,7 +72,8 @@ class VLLM(Engine):
         self._replica = vllm_start.Replica.of(self)
         self._numbers = itertools.count()
         self._open: set[str] = set()  # the requests in the engine, by vLLM's names
-        self._is_paused = self._is_asleep = False
+        self._is_paused = self._is_asleep = self._is_held = False
+        self._changing = asyncio.Lock()  # held while the engine is paused, put to sleep, or gets weights
         options = {"model": model, "seed": seed + self._replica.number, **options}
         self._engine: Any = None
         self._llm: Any = None
@@ -127,7 +133,7 @@ class VLLM(Engine):
         async for output in self._outputs(prompt, sampling, is_streaming=False):  # noqa: B007  # the last one has all
             pass
         assert output is not None, "vLLM yields at least the last output"
-        return sorted(self._answers_of(output, sampling), key=lambda answer: answer.number)
+        return sorted(self._answers_of(output, sampling, self.version), key=lambda answer: answer.number)
 
     async def increments(self, prompt: list[int], sampling: Sampling) -> AsyncGenerator[Answer, None]:
         """Yield the tokens of answers as vLLM's ``AsyncLLM`` makes them."""
@@ -135,10 +141,10 @@ class VLLM(Engine):
         if has_stop and sampling.n > 1:
             raise UsageError(f"is_stopped of {type(self).__name__} ends one answer, got n={sampling.n}; ask for one")
         whole: list[Answer] = []
-        outputs = self._outputs(prompt, sampling, is_streaming=True)
+        outputs = self._as_they_come(self._outputs(prompt, sampling, is_streaming=True))
         try:
-            async for output in outputs:
-                for part in self._answers_of(output, sampling):
+            async for output, version in outputs:
+                for part in self._answers_of(output, sampling, version):
                     if has_stop and part.finish_reason is None:
                         whole = [Answer.joined([*whole, part])]
                         if self.is_stopped(whole[0], sampling):
@@ -167,14 +173,40 @@ class VLLM(Engine):
             lora_request=[self.lora_request(sampling) for sampling in samplings],
             use_tqdm=False,
         )
-        return [self._answers_of(*one)[0] for one in zip(outputs, samplings, strict=True)]
+        return [self._answers_of(*one, self.version)[0] for one in zip(outputs, samplings, strict=True)]
 
-    def _answers_of(self, output: Any, sampling: Sampling) -> list[Answer]:
-        return answers_of(output, sampling, self.version, is_text=self._is_text)
+    def _answers_of(self, output: Any, sampling: Sampling, version: int) -> list[Answer]:
+        return answers_of(output, sampling, version, is_text=self._is_text)
 
     async def _whole(self, prompt: list[int], sampling: Sampling) -> list[Answer]:
         """The answer to a prompt, which a stop condition may end."""
         return [Answer.joined([part async for part in self.increments(prompt, sampling)])]
+
+    async def _as_they_come(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[tuple[Any, int], None]:
+        """Yield outputs, each with the version of the weights at the moment when it came.
+
+        A task reads them, as the reader of a stream may take them much later, when weights have changed.
+        """
+        read: asyncio.Queue[tuple[Any, int] | BaseException | None] = asyncio.Queue()
+
+        async def read_all() -> None:
+            try:
+                async for output in outputs:
+                    read.put_nowait((output, self.version))
+            except Exception as error:
+                read.put_nowait(error)
+            read.put_nowait(None)
+
+        task = asyncio.create_task(read_all())
+        try:
+            while (item := await read.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await outputs.aclose()
 
     async def _outputs(self, prompt: list[int], sampling: Sampling, is_streaming: bool) -> AsyncGenerator[Any, None]:
         """Yield vLLM's outputs: parts as they come, or the whole.
@@ -213,13 +245,14 @@ class VLLM(Engine):
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Make no more tokens until `resume`, by ``AsyncLLM.pause_generation``; the prefix cache is kept."""
         await super().pause(mode)
-        self._is_paused = True
-        if self._engine is not None:
-            await self._engine.pause_generation(mode=mode, clear_cache=False)
+        async with self._changing:
+            self._is_paused = True
+            if self._engine is not None:
+                await self._engine.pause_generation(mode=mode, clear_cache=False)
 
     async def resume(self) -> None:
         """Go on after `pause`."""
-        if self._engine is not None and not self._is_asleep:
+        if self._engine is not None and not (self._is_asleep or self._is_held):
             await self._engine.resume_generation()
         self._is_paused = False
 
@@ -243,22 +276,24 @@ class VLLM(Engine):
             raise UsageError(f"the level of sleep must be 1 or 2, got {level!r}")
         if self.device != "cpu" and not self._config.model_config.enable_sleep_mode:
             raise UsageError("an engine that is to sleep frees memory only with enable_sleep_mode=True; make it so")
-        if self._engine is not None:
-            await self._engine.sleep(level, mode="abort")
-        elif not self._is_asleep:
-            self._llm.sleep(level)
-        self._is_asleep = True
+        async with self._changing:
+            if self._engine is not None:
+                await self._engine.sleep(level, mode="abort")
+            elif not self._is_asleep:
+                self._llm.sleep(level)
+            self._is_asleep = True
 
     async def wake(self) -> None:
         """Take the memory back after `sleep`, and go on, unless `pause` was called."""
-        if self._engine is not None:
-            if self._is_asleep:
-                await self._engine.wake_up()
-                if self._is_paused:
-                    await self._engine.pause_generation(mode="keep", clear_cache=False)
-        elif self._is_asleep:
-            self._llm.wake_up()
-        self._is_asleep = False
+        async with self._changing:
+            if self._engine is not None:
+                if self._is_asleep:
+                    await self._engine.wake_up()
+                    if self._is_paused:
+                        await self._engine.pause_generation(mode="keep", clear_cache=False)
+            elif self._is_asleep:
+                self._llm.wake_up()
+            self._is_asleep = False
 
     async def reset_cache(self) -> None:
         """Drop the prefix cache."""
@@ -276,7 +311,81 @@ class VLLM(Engine):
         """
         found = metrics_of()
         running, waiting = found.get("vllm:num_requests_running", 0), found.get("vllm:num_requests_waiting", 0)
-        return {**found, "n_running": running, "n_waiting": waiting, "version": self.version}
+        return {**found, **await super().metrics(), "n_running": running, "n_waiting": waiting}
+
+    # --- weights ---
+
+    def weights_specs(self) -> dict[str, Spec] | None:
+        """The tensors of the model's safetensors files, in the engine's dtype; None if there are no such files."""
+        config = self._config.model_config
+        specs = None if (folder := model_folder(config)) is None else checkpoint_specs(folder)
+        return None if specs is None else as_engine_has_them(specs, str(config.dtype).removeprefix("torch."))
+
+    def first_weights(self) -> StagedWeights:
+        """The weights of the model's safetensors files.
+
+        Raises:
+            UsageError: There are no such files.
+        """
+        folder, specs = model_folder(self._config.model_config), self.weights_specs()
+        if folder is None or specs is None:
+            raise UsageError(f"{self._config.model_config.model} has no safetensors files to load again")
+        return checkpoint_weights(folder, specs)
+
+    def check_takes_weights(self) -> None:
+        """Check that the engine can load weights now.
+
+        Raises:
+            UsageError: The engine is asleep, or was made with another ``weight_transfer_config``.
+        """
+        super().check_takes_weights()
+        backend = getattr(self._config.weight_transfer_config, "backend", None)
+        if backend != WEIGHTS:
+            raise UsageError(
+                f"the engine was made with a weight_transfer_config for {backend!r}; leave it out, so that weights "
+                "can come by rl.WeightSync"
+            )
+
+    @asynccontextmanager
+    async def held(self, in_flight: PauseMode) -> AsyncIterator[None]:
+        """Make no tokens within a block. Requests that are kept compute again what they have, with the new weights."""
+        async with self._changing:
+            if self._engine is None:
+                yield
+                self._llm.reset_prefix_cache()
+                return
+            self._is_held = True
+            await self._engine.pause_generation(mode="keep" if self._is_paused else in_flight, clear_cache=True)
+            try:
+                yield
+            finally:
+                self._is_held = False
+                if not self._is_paused:  # by the user
+                    await self._engine.resume_generation()
+
+    async def load_staged(self, weights: Mapping[str, Any], version: Any) -> None:
+        """Load weights by vLLM's weight transfer API, each time some of them."""
+        assert isinstance(weights, StagedWeights), "so are the first weights of this engine"
+        label = str(version) if type(version) is int else DEFAULT_VERSION
+        rpc = self._rpc if self._engine is None else self._engine.collective_rpc
+        await rpc("start_weight_update")
+        try:
+            for names in some_at_a_time(weights):
+                await rpc("update_weights", kwargs={"update_info": {"address": weights.address, "names": names}})
+        except BaseException:
+            with contextlib.suppress(Exception):  # those processes have ended the update that have failed
+                await rpc("finish_weight_update")
+            raise
+        await rpc("finish_weight_update")
+        if self._engine is None:
+            self._llm.llm_engine.set_weight_version(label)
+        else:
+            await self._engine.update_weight_version(label)
+
+    async def _rpc(self, method: str, **options: Any) -> None:
+        """A call of this rank's process of a replica of several ranks; others may cancel between two of them."""
+        self._llm.collective_rpc(method, **options)
+        await asyncio.sleep(0)
 
     # --- checks ---
 
@@ -284,6 +393,11 @@ class VLLM(Engine):
     def is_ready(self) -> bool:
         """Whether the engine makes tokens: it is neither paused nor asleep."""
         return not (self._is_paused or self._is_asleep)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine has given up its memory."""
+        return self._is_asleep
 
     def check_request(self) -> None:
         """Check that the engine answers requests.

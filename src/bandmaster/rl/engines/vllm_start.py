@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bandmaster import UsageError, Worker
-from bandmaster.rl.engines.vllm_plugin import PARENT
+from bandmaster.rl.engines.vllm_plugin import PARENT, WEIGHTS
 from bandmaster.rl.meshes import start_torch_distributed
 
 ENVIRONMENT = {
@@ -64,7 +64,7 @@ def async_llm(options: dict[str, Any]) -> Any:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**_with_weights(options)))
 
 
 def llm_of_ranks(worker: Worker, replica: Replica, options: dict[str, Any]) -> Any:
@@ -85,11 +85,19 @@ def llm_of_ranks(worker: Worker, replica: Replica, options: dict[str, Any]) -> A
         options = {**options, "worker_cls": "bandmaster.rl.engines.vllm_cpu.NamedCPUWorker", "additional_config": more}
     from vllm import LLM
 
+    options = _with_weights(options)
     try:
         return LLM(**options, tensor_parallel_size=replica.n_ranks, distributed_executor_backend="external_launcher")
     finally:
         if name:
             _unlink_shared_memory(name, replica.ranks)
+
+
+def _with_weights(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with the way in which weights come, unless they say another one."""
+    from vllm.config import WeightTransferConfig
+
+    return {"weight_transfer_config": WeightTransferConfig(backend=WEIGHTS), **options}
 
 
 def _prepare() -> None:

@@ -10,6 +10,8 @@ from bandmaster.rl.engines.sampling import Sampling
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
+DEFAULT_VERSION = "default"  # vLLM's label of weights before the first sync, and of versions that are no numbers
+
 
 def sampling_params(sampling: Sampling, is_text: bool) -> SamplingParams:
     """The parameters for vLLM that mean the same as a `Sampling`.
@@ -44,7 +46,7 @@ def answers_of(output: Any, sampling: Sampling, version: int, is_text: bool) -> 
     Args:
         output: A ``vllm.RequestOutput``, with ``flat_logprobs``.
         sampling: How the tokens were chosen.
-        version: The version of the weights.
+        version: The version of the weights, for tokens of which vLLM does not say it, as those of parts are.
         is_text: Whether the answers have a text.
     """
     return [_answer(one, sampling, version, is_text) for one in output.outputs]
@@ -64,7 +66,20 @@ def _answer(one: Any, sampling: Sampling, version: int, is_text: bool) -> Answer
         else:
             log_probs, top = [], [] if sampling.logprobs else None
     text = one.text if is_text else None
-    return Answer(tokens, log_probs, [version] * len(tokens), one.finish_reason, text, one.index, top)
+    return Answer(tokens, log_probs, _versions(one, len(tokens), version), one.finish_reason, text, one.index, top)
+
+
+def _versions(one: Any, n_tokens: int, version: int) -> list[int]:
+    """The version of the weights that made each of the last tokens of an answer."""
+    spans = one.weight_versions
+    if spans is None:  # it is not the last output
+        return [version] * n_tokens
+    versions = [_number(span.version) for span in spans for _ in range(span.start, span.end)]
+    return versions[len(versions) - n_tokens :]
+
+
+def _number(label: str) -> int:
+    return 0 if label == DEFAULT_VERSION else int(label)
 
 
 def metrics_of() -> dict[str, float]:

@@ -1,0 +1,150 @@
+"""`PacksWeights`: the methods of the workers whose weights go to engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from bandmaster import Broadcast, Concat, PerRank, TransferProtocol, UsageError, Worker, register
+from bandmaster.rl.checksums import checksums
+from bandmaster.rl.engine_weights.packing import Packed, Piece, pack_pieces
+from bandmaster.rl.local_tensors import local_tensor, own_boxes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NO_REPLICAS: Mapping[str, int] = MappingProxyType({})
+FROM_RANKS = TransferProtocol(PerRank(), Concat("rank"))
+
+
+class PacksWeights(Worker):
+    """Methods that `WeightSync` calls to send weights to engines, in the engines' dtypes."""
+
+    _snapshots: Mapping[int, dict[Piece, Tensor]] = MappingProxyType({})  # cast pieces on the CPU, by the sync
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The weights by name; see `HoldsWeights.weights`."""
+        raise NotImplementedError
+
+    @register(FROM_RANKS)
+    def weights_checksums(self, names: Sequence[str]) -> list[dict[str, int]]:
+        """Return one row: the checksums of this rank's parts of some weights, by name."""
+        weights = self.weights()
+        return [dict(zip(names, checksums(local_tensor(weights[name]) for name in names), strict=True))]
+
+    @register(
+        FROM_RANKS,
+        arguments={
+            "dtypes": Broadcast(),
+            "sync": Broadcast(),
+            "base": Broadcast(),
+            "checksums": Broadcast(),
+            "replicas": PerRank(),
+        },
+    )
+    def snapshot_weights(
+        self,
+        outgoing: Sequence[Piece],
+        dtypes: Mapping[str, str],
+        sync: int,
+        base: int | None,
+        checksums: Sequence[Mapping[str, int]] = (),
+        replicas: Mapping[str, int] = NO_REPLICAS,
+    ) -> list[int]:
+        """Keep the pieces that this rank sends as they are now, until the next snapshot, and again as a base.
+
+        Args:
+            outgoing: All pieces that this rank sends.
+            dtypes: The dtype to send each tensor in, by name.
+            sync: Identifies the sync.
+            base: The earlier sync whose snapshot is kept as well; others are dropped.
+            checksums: For each rank, the checksums of its tensors by name.
+            replicas: The first rank that has the same part of a tensor, by the name of the tensor.
+
+        Returns:
+            One row, ``sync``.
+
+        Raises:
+            UsageError: A tensor's checksum differs from that of the other rank.
+        """
+        self.check_replicas(checksums, replicas)
+        self._snapshots = {number: kept for number, kept in self._snapshots.items() if number == base}
+        kept = self._cast(outgoing, dtypes)
+        self._snapshots = {**self._snapshots, sync: {piece: one.clone() for piece, one in kept.items()}}
+        return [sync]
+
+    @register(
+        FROM_RANKS,
+        arguments={
+            "dtypes": Broadcast(),
+            "sync": Broadcast(),
+            "base": Broadcast(),
+            "checksums": Broadcast(),
+            "replicas": PerRank(),
+        },
+    )
+    def pack_weights(
+        self,
+        outgoing: Sequence[Piece],
+        dtypes: Mapping[str, str],
+        sync: int,
+        base: int | None = None,
+        checksums: Sequence[Mapping[str, int]] = (),
+        replicas: Mapping[str, int] = NO_REPLICAS,
+    ) -> list[Packed]:
+        """Return one row: pieces from the snapshot of a sync, or else as they are now.
+
+        Args:
+            outgoing: The pieces.
+            dtypes: The dtype to send each tensor in, by name.
+            sync: Identifies the sync.
+            base: The sync whose pieces the receivers have, so that changes are enough; None sends pieces whole.
+            checksums: For each rank, the checksums of its tensors by name.
+            replicas: The first rank that has the same part of a tensor, by the name of the tensor.
+
+        Raises:
+            UsageError: A tensor's checksum differs from that of the other rank.
+        """
+        self.check_replicas(checksums, replicas)
+        kept = self._snapshots.get(sync)
+        new = {piece: kept[piece] for piece in outgoing} if kept is not None else self._cast(outgoing, dtypes)
+        old = {} if base is None else self._snapshots.get(base, {})
+        return [pack_pieces((tensor, old.get(piece)) for piece, tensor in new.items())]
+
+    def check_replicas(self, checksums: Sequence[Mapping[str, int]], replicas: Mapping[str, int]) -> None:
+        """Compare the checksums of this rank's weights with those of the ranks that have the same parts.
+
+        Raises:
+            UsageError: Some differ.
+        """
+        differ = [name for name, first in replicas.items() if checksums[self.rank][name] != checksums[first][name]]
+        if differ:
+            told = [f"{name!r} from that of rank {replicas[name]}{self._at(replicas[name])}" for name in differ[:5]]
+            raise UsageError(
+                f"{len(differ)} of {len(replicas)} weights of which this rank is a replica differ: {', '.join(told)}"
+                f"{', …' if len(differ) > 5 else ''}; a sync would mix them. Give all replicas the same weights, or "
+                "allow that by rl.WeightSync(..., is_compared=False)"
+            )
+
+    def _at(self, rank: int) -> str:
+        """The coordinates of a rank, in brackets."""
+        axes = [
+            f"{axis}={place}" for axis, place in self.mesh.coordinates(rank).items() if self.mesh.axis_size(axis) > 1
+        ]
+        return f" ({', '.join(axes)})" if axes else ""
+
+    def _cast(self, outgoing: Sequence[Piece], dtypes: Mapping[str, str]) -> dict[Piece, Tensor]:
+        """Pieces of the weights in other dtypes, contiguous, on the CPU; they may share memory with the weights."""
+        import torch
+
+        weights = self.weights()
+        boxes = own_boxes({name: weights[name] for name, _ in outgoing})
+        return {
+            (name, box): local_tensor(weights[name])
+            .detach()[box.slices(boxes[name])]
+            .to(getattr(torch, dtypes[name]))
+            .cpu()
+            .contiguous()
+            for name, box in outgoing
+        }

@@ -1,0 +1,359 @@
+"""`EngineSync`: brings the weights of a group to the replicas of an engine, by requests."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from secrets import randbits
+from typing import Any, NamedTuple
+
+from bandmaster import LayoutError, RemoteError, UsageError, WorkerDied
+from bandmaster.rl.engine_weights.checkpoint import FLOATS
+from bandmaster.rl.engine_weights.packing import Piece
+from bandmaster.rl.engine_weights.target import Expected, NoBase, PauseMode
+from bandmaster.rl.group_sync import N_BUCKETS, layout_of, replicas_in
+from bandmaster.rl.layout import Box, Layout, Spec
+from bandmaster.rl.resharding import Resharding, reshard
+
+IN_FLIGHT = ("keep", "wait", "abort")
+LOG = logging.getLogger(__name__)
+Asked = dict[int, Any]  # futures or values, by replica
+
+
+class Held(NamedTuple):
+    """The weights that replicas have.
+
+    Attributes:
+        sync: Identifies the sync that has brought them.
+        version: Their version.
+    """
+
+    sync: int
+    version: Any
+
+
+class Begun(NamedTuple):
+    """A sync whose weights the source has begun to send.
+
+    Attributes:
+        sync: Identifies it.
+        rows: The rows of all buckets, if they were submitted at once; else they are made when they are needed.
+    """
+
+    sync: int
+    rows: Sequence[Any] | None
+
+
+class EngineSync:
+    """Brings weights to engines; see `WeightSync`.
+
+    Args:
+        source: The group that has the weights.
+        target: The group of engines.
+        bucket_nbytes: Bytes that a rank sends at a time.
+        from_ranks: The ranks of the source that send; None for all.
+        is_compared: Whether to compare replicas of the source.
+        is_delta: Whether to send changes alone to replicas that have the weights of the sync before.
+        is_kept: Whether the source keeps a copy of what it has sent.
+        spares_dead: Whether a sync leaves out replicas that have died.
+
+    Attributes:
+        plan: The moves from the ranks of the source to a replica.
+        sent_nbytes: Bytes that the last sync has sent, each once, however many replicas read them.
+        held: The weights that the replicas have; None before the first sync.
+        lock: Held during a sync, and while a replica is replaced.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        target: Any,
+        bucket_nbytes: int,
+        from_ranks: Iterable[int] | None,
+        is_compared: bool,
+        is_delta: bool,
+        is_kept: bool,
+        spares_dead: bool = False,
+    ) -> None:
+        self.source, self.target = source, target
+        self._is_delta, self._is_kept, self._spares_dead = is_delta, is_kept, spares_dead
+        given, said = layout_of(source, from_ranks), target.expected_weights.all().result()
+        self.specs = _agreed(said, target.name) or dict(given.tensors)
+        self._dtypes = {name: dtype for name, (_, dtype) in self.specs.items()}
+        self.plan: Resharding = reshard(_cast(given, self.specs), _whole(self.specs))
+        self.n_replicas = len(said)
+        self._buckets = [
+            [tuple((m.name, m.box) for m in moves if m.sender == s) for s in range(given.n_ranks)]
+            for moves in self.plan.buckets(bucket_nbytes)
+        ]
+        self._replicas = replicas_in(self.plan) if is_compared else None
+        self.sent_nbytes = 0
+        self.held: Held | None = None
+        self.lock = threading.Lock()
+
+    def run(self, version: Any, in_flight: PauseMode) -> None:
+        """Bring the weights of the source to all replicas, and wait until they use them."""
+        _check_in_flight(in_flight)
+        with self.lock:
+            self._finish(self._begin(is_all=False), version, in_flight)
+
+    def submit(self, version: Any, in_flight: PauseMode) -> concurrent.futures.Future[None]:
+        """Send the weights as they are after the calls that were submitted before. Waits for earlier syncs alone."""
+        _check_in_flight(in_flight)
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()
+        self.lock.acquire()
+        try:
+            begun = self._begin(is_all=True)
+            threading.Thread(
+                target=self._finish_in_background,
+                args=(future, begun, version, in_flight),
+                name="bandmaster-weights",
+                daemon=True,
+            ).start()
+        except BaseException:
+            self.lock.release()
+            raise
+        return future
+
+    def _finish_in_background(
+        self, future: concurrent.futures.Future[None], begun: Begun, version: Any, in_flight: PauseMode
+    ) -> None:
+        try:
+            self._finish(begun, version, in_flight)
+        except BaseException as error:
+            self.lock.release()
+            future.set_exception(error)
+        else:
+            self.lock.release()
+            future.set_result(None)
+
+    def restore(self, replica: int) -> str:
+        """Bring the weights that the others have to a replica that was replaced. The lock is held.
+
+        Returns:
+            The place from which they came.
+
+        Raises:
+            UsageError: There are none, or none that could be had.
+        """
+        if self.held is None:
+            raise UsageError("there was no sync yet, so a replica that was replaced has the weights of the others")
+        peers = [other for other in range(self.n_replicas) if other != replica]
+        for peer in peers:
+            with contextlib.suppress(RemoteError, WorkerDied):
+                self._restore(replica, self._from_peer(peer))
+                return f"replica {peer}"
+        if not self._is_kept:
+            raise UsageError(
+                f"no other replica of {self.target.name} has the weights of the last sync, and the source keeps no "
+                "copy of them; sync again, or let it keep one by rl.WeightSync(..., delta=True) or heals=True"
+            )
+        sync = self.held.sync
+        self._restore(replica, ((self._pack(bucket, sync, None), bucket) for bucket in self._buckets))
+        return self.source.name  # type: ignore[no-any-return]
+
+    # --- steps ---
+
+    def _begin(self, is_all: bool) -> Begun:
+        """Have the source keep the weights, or send them, as they are now."""
+        sync, base = randbits(63), None if self.held is None else self.held.sync
+        if self._is_kept:
+            n_ranks = self.plan.source.n_ranks
+            pieces = [[piece for bucket in self._buckets for piece in bucket[rank]] for rank in range(n_ranks)]
+            kept = self.source.snapshot_weights.submit(pieces, self._dtypes, sync, base, *self._compared())
+            return Begun(sync, [kept])
+        if not is_all:
+            return Begun(sync, None)
+        return Begun(sync, [self._pack(bucket, sync, None, n == 0) for n, bucket in enumerate(self._buckets)])
+
+    def _finish(self, begun: Begun, version: Any, in_flight: PauseMode) -> None:
+        """Stage the weights on all replicas, and have these use them."""
+        alive = list(range(self.n_replicas))
+        self.sent_nbytes = 0
+        try:
+            if self._is_kept and begun.rows is not None:
+                begun.rows[0].result()
+            alive, addresses = self._stage(begun, alive)
+        except BaseException:
+            self._quietly("revert_weights", range(self.n_replicas), begun.sync)
+            raise
+        self._use(alive, begun.sync, version, in_flight, addresses)
+
+    def _stage(self, begun: Begun, alive: list[int]) -> tuple[list[int], Asked]:
+        """Stage all buckets. Returns the replicas that have them, and the addresses in their memory."""
+        sync, base = begun.sync, self.held.sync if self._is_delta and self.held is not None else None
+        places = self._ask("weights_place", alive, lambda _: ())
+        alive = self._without_dead(*places)
+        values, errors = self._ask("begin_weights", alive, lambda r: (sync, base, self.specs, places[0][r]))
+        lacking = [r for r, error in errors.items() if _is_no_base(error)]
+        more, others = self._ask("begin_weights", lacking, lambda r: (sync, None, self.specs, places[0][r]))
+        others.update({r: error for r, error in errors.items() if r not in lacking})
+        alive = self._without_dead({**values, **more}, others)
+        addresses: Asked = {}
+        in_transit: list[tuple[Asked, list[Any]]] = []
+        for number, bucket in enumerate(self._buckets):
+            rows: dict[bool, Any] = {}
+            for is_whole in {r in lacking for r in alive}:
+                if begun.rows is not None and not self._is_kept:
+                    rows[is_whole] = begun.rows[number]
+                else:
+                    rows[is_whole] = self._pack(bucket, sync, None if is_whole else base, number == 0)
+            asked = {r: self._sent("stage_weights", r, rows[r in lacking], bucket, sync) for r in alive}
+            in_transit.append((asked, list(rows.values())))
+            if len(in_transit) >= N_BUCKETS:
+                alive = self._staged(*in_transit.pop(0), alive, addresses)
+        for asked, sent in in_transit:
+            alive = self._staged(asked, sent, alive, addresses)
+        return alive, addresses
+
+    def _staged(self, asked: Asked, sent: Sequence[Any], alive: list[int], addresses: Asked) -> list[int]:
+        """Wait until a bucket is staged. Returns the replicas that have it."""
+        for rows in sent:
+            if (error := rows.exception()) is not None:
+                raise error  # not that of a replica, which would be left out
+            self.sent_nbytes += rows.nbytes
+        values, errors = _values(asked)
+        addresses.update(values)
+        found = self._without_dead(values, errors)
+        return [r for r in alive if r in found]
+
+    def _use(self, alive: Sequence[int], sync: int, version: Any, in_flight: PauseMode, addresses: Asked) -> None:
+        """Have replicas use what they have staged: all of them, or none but those that die meanwhile."""
+        errors: dict[int, BaseException] = {}
+        try:
+            _, errors = self._ask("use_weights", alive, lambda r: (sync, version, in_flight, addresses.get(r, "")))
+            failed = [error for error in errors.values() if not isinstance(error, WorkerDied)]
+            if failed:
+                raise failed[0]
+        except BaseException:
+            self._quietly("revert_weights", alive, sync)
+            raise
+        if len(errors) < len(alive):
+            self.held = Held(sync, version)
+        self._quietly("confirm_weights", [r for r in alive if r not in errors], sync)
+        self._without_dead(alive, errors)
+
+    def _restore(self, replica: int, rows: Iterator[tuple[Any, Sequence[Sequence[Piece]]]] | Iterable[Any]) -> None:
+        assert self.held is not None
+        sync, version = self.held
+        place = self._sent("weights_place", replica).result()
+        self._sent("begin_weights", replica, sync, None, self.specs, place).result()
+        address = ""
+        for some, pieces in rows:
+            address = self._sent("stage_weights", replica, some, pieces, sync).result()
+        self._sent("use_weights", replica, sync, version, "keep", address).result()
+        self._quietly("confirm_weights", [replica], sync)
+
+    def _from_peer(self, peer: int) -> Iterator[tuple[Any, Sequence[Sequence[Piece]]]]:
+        """Yield the rows of a replica, and the pieces in them: each tensor whole, in the buckets of the plan."""
+        assert self.held is not None
+        seen: set[str] = set()
+        for bucket in self._buckets:
+            names = [name for name in dict.fromkeys(name for some in bucket for name, _ in some) if name not in seen]
+            seen.update(names)
+            if names:
+                asked = self.target.give_weights.options(replica=peer).map([names], self.held.sync, chunk=1)
+                yield asked.future, [[(name, _whole_box(self.specs[name])) for name in names]]
+
+    # --- messages ---
+
+    def _pack(self, bucket: Sequence[Sequence[Piece]], sync: int, base: int | None, is_first: bool = False) -> Any:
+        more = self._compared() if is_first and not self._is_kept else []
+        return self.source.pack_weights.submit(bucket, self._dtypes, sync, base, *more)
+
+    def _compared(self) -> list[Any]:
+        """The arguments by which the source compares its replicas."""
+        if not self._replicas:
+            return []
+        names, firsts = self._replicas
+        return [self.source.weights_checksums.submit(names), firsts]
+
+    def _sent(self, method: str, replica: int, *arguments: Any) -> Any:
+        return getattr(self.target, method).options(replica=replica)(*arguments)
+
+    def _ask(
+        self, method: str, replicas: Iterable[int], arguments: Callable[[int], tuple[Any, ...]]
+    ) -> tuple[Asked, dict[int, BaseException]]:
+        """Send a request to replicas, and wait. Returns their values, and the errors of the others."""
+        return _values({r: self._sent(method, r, *arguments(r)) for r in replicas})
+
+    def _quietly(self, method: str, replicas: Iterable[int], sync: int) -> None:
+        """Send a request to replicas, and log errors: they have others behind them, or do no harm."""
+        with contextlib.suppress(Exception):  # the group may be closed
+            for replica, error in self._ask(method, replicas, lambda _: (sync,))[1].items():
+                LOG.debug("%s of replica %d of %s: %s", method, replica, self.target.name, error)
+
+    def _without_dead(self, found: Iterable[int], errors: Mapping[int, BaseException]) -> list[int]:
+        """The replicas that have answered.
+
+        Raises:
+            BaseException: An error of a replica, unless it has died and replicas that died are left out.
+        """
+        for error in errors.values():
+            if not (self._spares_dead and isinstance(error, WorkerDied)):
+                raise error
+        left = [r for r in found if r not in errors]
+        if not left and errors:
+            raise next(iter(errors.values()))
+        return left
+
+
+def _values(asked: Asked) -> tuple[Asked, dict[int, BaseException]]:
+    values: Asked = {}
+    errors: dict[int, BaseException] = {}
+    for replica, future in asked.items():
+        try:
+            values[replica] = future.result()
+        except Exception as error:
+            errors[replica] = error
+    return values, errors
+
+
+def _is_no_base(error: BaseException) -> bool:
+    return isinstance(error, RemoteError) and isinstance(error.__cause__, NoBase)
+
+
+def _check_in_flight(in_flight: str) -> None:
+    if in_flight not in IN_FLIGHT:
+        raise UsageError(f"in_flight must be one of {', '.join(map(repr, IN_FLIGHT))}, got {in_flight!r}")
+
+
+def _agreed(said: Sequence[Expected], name: str) -> dict[str, Spec] | None:
+    """The tensors that all replicas take.
+
+    Raises:
+        LayoutError: They take different ones.
+    """
+    first = said[0].specs
+    for replica, one in enumerate(said):
+        if one.specs != first:
+            a, b = first or {}, one.specs or {}
+            differ = {name for name in {**a, **b} if a.get(name) != b.get(name)}
+            raise LayoutError(
+                f"replicas 0 and {replica} of {name} take different weights: {', '.join(sorted(differ)[:5])}; give all "
+                "replicas the same model"
+            )
+    return first
+
+
+def _cast(given: Layout, wanted: Mapping[str, Spec]) -> Layout:
+    """A layout with floating point tensors in the dtypes in which the target wants them."""
+    tensors = {}
+    for name, (shape, dtype) in given.tensors.items():
+        other = wanted.get(name, (shape, dtype))[1]
+        tensors[name] = shape, other if dtype in FLOATS and other in FLOATS else dtype
+    return Layout(tensors, given.boxes)
+
+
+def _whole(specs: Mapping[str, Spec]) -> Layout:
+    """The layout of one rank that has all tensors whole."""
+    return Layout(specs, [{name: _whole_box(spec) for name, spec in specs.items()}])
+
+
+def _whole_box(spec: Spec) -> Box:
+    shape, _ = spec
+    return Box((0,) * len(shape), tuple(shape))

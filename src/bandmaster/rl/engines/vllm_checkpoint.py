@@ -1,0 +1,63 @@
+"""The checkpoint of vLLM's model: its folder, its weights, and names in groups that are loaded at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from bandmaster.rl.engine_weights.staged import StagedWeights
+from bandmaster.rl.layout import NBYTES, Spec
+
+FIRST = 0  # the number of the sync of weights that no sync has brought
+AT_A_TIME_NBYTES = 256 << 20
+
+
+def model_folder(config: Any) -> Path | None:
+    """The folder with the files of a model, which vLLM has downloaded; None if it is not known.
+
+    Args:
+        config: vLLM's ``ModelConfig``.
+    """
+    path = Path(config.model)
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(config.model, revision=config.revision, local_files_only=True))
+    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, ValueError):
+        return None
+
+
+def checkpoint_weights(folder: Path, specs: Mapping[str, Spec]) -> StagedWeights:
+    """Read tensors from the safetensors files of a folder.
+
+    Args:
+        folder: The folder.
+        specs: The tensors, by name; values are cast to the dtypes.
+    """
+    from safetensors import safe_open
+
+    weights = StagedWeights(FIRST, specs)
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # not a dict
+                weights[name].copy_(opened.get_tensor(name))
+    return weights
+
+
+def some_at_a_time(weights: StagedWeights) -> Iterator[list[str]]:
+    """Yield the names of weights in groups of about 256 MiB."""
+    names: list[str] = []
+    nbytes = 0
+    for name, (shape, dtype) in weights.specs.items():
+        names.append(name)
+        nbytes += prod(shape) * NBYTES[dtype]
+        if nbytes >= AT_A_TIME_NBYTES:
+            yield names
+            names, nbytes = [], 0
+    if names:
+        yield names

@@ -1,0 +1,147 @@
+"""`GroupSync`: moves weights from group to group, from any layout to any layout; see `bandmaster.rl.weights`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from secrets import randbits
+from typing import Any, NamedTuple
+
+from bandmaster import Future, UsageError, concat
+from bandmaster.rl.engine_weights.packing import Piece
+from bandmaster.rl.layout import Layout
+from bandmaster.rl.resharding import Move, Resharding, reshard
+
+N_BUCKETS = 2  # in transit at a time
+
+
+class GroupSync:
+    """Moves the weights of one group to another; see `WeightSync`."""
+
+    plan: Resharding
+
+    def __init__(
+        self,
+        source: Any,
+        target: Any,
+        bucket_nbytes: int,
+        from_ranks: Iterable[int] | None,
+        to_ranks: Iterable[int] | None,
+        is_compared: bool,
+    ) -> None:
+        self._source, self._target = source, target
+        given, wanted = layout_of(source, from_ranks), layout_of(target, to_ranks)
+        if source is target:
+            both = [r for r, boxes in enumerate(given.boxes) if boxes and wanted.boxes[r]]
+            if both:
+                raise UsageError(f"ranks {both} of {source.name} would send and receive; give from_ranks and to_ranks")
+        self.plan = reshard(given, wanted)
+        self._buckets = self.plan.buckets(bucket_nbytes)
+        self._replicas = replicas_in(self.plan) if is_compared else None
+
+    def run(self, version: Any) -> None:
+        """Move the weights, and wait until they are in use.
+
+        Args:
+            version: The receivers' new ``weights_version``.
+
+        Raises:
+            WorkerDied: A worker died. The other receivers have the old weights. If it died as the receivers changed to
+                the new ones, they have all the new or all the old ones: ``weights_version`` says which.
+            Exception: All errors of calls.
+        """
+        received: list[Future[Any]] = []
+        for moved in self._moves():
+            received.append(moved)
+            if len(received) >= N_BUCKETS:
+                received[-N_BUCKETS].result()
+        self._switch(version, received).result()
+
+    def submit(self, version: Any) -> Future[Any]:
+        """Move the weights without waiting: ranks do it after the calls that were submitted before.
+
+        All buckets may be in transit at once, so that the senders' weights are in memory twice until they are received.
+
+        Returns:
+            A future that is done when the new weights are in use. If a call fails before the receivers change to the
+            new weights, the future has that error, and the receivers have the old weights.
+        """
+        return self._switch(version, [*self._moves()])
+
+    def _switch(self, version: Any, received: Sequence[Future[Any]]) -> Future[Any]:
+        """Submit the call that makes all ranks use the new weights once all buckets have been received."""
+        switched: Future[Any] = self._target.switch_weights.submit(version, concat(received) if received else [])
+        return switched
+
+    def _moves(self) -> Iterator[Future[Any]]:
+        """Begin a new sync: submit one bucket per step of the iteration."""
+        sync = randbits(63)
+        return (self._move(index, sync) for index in range(len(self._buckets)))
+
+    def _move(self, index: int, sync: int) -> Future[Any]:
+        """Submit the calls that send and stage a bucket; with the first one, compare replicas."""
+        bucket = _Bucket.of(self.plan, self._buckets[index])
+        arguments: list[Any] = [bucket.outgoing]
+        if self._replicas and index == 0:
+            names, firsts = self._replicas
+            arguments += [self._source.weights_checksums.submit(names), firsts]
+        rows = self._source.send_weights.submit(*arguments)[bucket.by_receiver]
+        received: Future[Any] = self._target.receive_weights.submit(rows, bucket.incoming, sync, index == 0)
+        return received
+
+
+def layout_of(group: Any, ranks: Iterable[int] | None) -> Layout:
+    """The layout of a group's weights, empty for ranks that do not take part."""
+    if not callable(getattr(group, "weights_layout", None)):
+        raise UsageError(
+            f"the workers of {getattr(group, 'name', group)!r} hold no weights; derive them from rl.HoldsWeights"
+        )
+    said, chosen = group.weights_layout(), None if ranks is None else {*ranks}
+    tensors = {name: spec for specs, _ in said for name, spec in specs.items()}
+    return Layout(tensors, [boxes if chosen is None or rank in chosen else {} for rank, (_, boxes) in enumerate(said)])
+
+
+def replicas_in(plan: Resharding) -> tuple[list[list[str]], list[dict[str, int]]] | None:
+    """The replicas in the source that a sync compares; None if there are none.
+
+    Returns:
+        For each rank the names of the tensors of which it and other ranks have the same part; and for each rank the
+        first rank that has the same part, by name of the tensor, if that is another rank.
+    """
+    ranks = range(plan.source.n_ranks)
+    names: list[list[str]] = [[] for _ in ranks]
+    firsts: list[dict[str, int]] = [{} for _ in ranks]
+    for name in dict.fromkeys(move.name for move in plan.moves):
+        for first, *others in plan.source.holders(name).values():
+            for rank in others:
+                firsts[rank][name] = first
+            for rank in [first, *others] if others else ():
+                names[rank].append(name)
+    return (names, firsts) if any(names) else None
+
+
+class _Bucket(NamedTuple):
+    """The pieces and rows of one bucket.
+
+    Attributes:
+        outgoing: By sender, the pieces of each row that it makes.
+        incoming: By receiver and sender, the pieces that the receiver gets, which make up a row.
+        by_receiver: The numbers of the rows of all senders that the receivers get, one from each sender.
+    """
+
+    outgoing: list[list[tuple[Piece, ...]]]
+    incoming: list[list[tuple[Piece, ...]]]
+    by_receiver: list[int]
+
+    @classmethod
+    def of(cls, plan: Resharding, moves: Sequence[Move]) -> _Bucket:
+        """Make the bucket of some moves of a plan."""
+        senders, receivers = range(plan.source.n_ranks), range(plan.target.n_ranks)
+        pieces: dict[tuple[int, int], list[Piece]] = {}
+        for move in moves:
+            pieces.setdefault((move.receiver, move.sender), []).append((move.name, move.box))
+        incoming = [[tuple(pieces.get((r, s), ())) for s in senders] for r in receivers]
+        outgoing = [list(dict.fromkeys(of_receiver[s] for of_receiver in incoming)) for s in senders]
+        first = list(accumulate(map(len, outgoing), initial=0))
+        numbers = [{row: first[s] + i for i, row in enumerate(outgoing[s])} for s in senders]
+        return cls(outgoing, incoming, [numbers[s][incoming[r][s]] for r in receivers for s in senders])

@@ -1,0 +1,198 @@
+"""`WeightSync`: brings the weights of a group to another group of models, or to the replicas of an inference engine."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Iterable
+from typing import Any
+
+from bandmaster import Future, UsageError
+from bandmaster.rl.engine_weights.healing import Healing
+from bandmaster.rl.engine_weights.sync import EngineSync
+from bandmaster.rl.engine_weights.target import PauseMode
+from bandmaster.rl.group_sync import GroupSync
+from bandmaster.rl.resharding import Resharding
+
+BUCKET_NBYTES = 64 << 20
+
+
+class WeightSync:
+    """Moves the weights of one group to another; made once by the controller, and called for each version.
+
+    The constructor asks both groups for their layouts, and `reshard` plans the moves between them.
+    The bytes stay on the workers: senders leave them where they are made, and each receiver reads its own there. They
+    come in buckets, so that little extra memory is needed: at most two buckets on each sender, and on each receiver its
+    own weights once more, as it changes to the new ones in one call: a method runs with all the old weights or with all
+    the new ones, also if a worker dies half-way. Receivers keep the staged tensors of a failed sync until the next one.
+
+    Ranks of the source that have the same part of a tensor share the sending, so each sync compares checksums of these
+    parts first. If replicas differ, nothing is changed, and the error names rank and tensors. That reads the replicas'
+    weights once, about six times as fast as a copy.
+
+    If another thread or controller begins a sync to the same target before one is over, the earlier one fails, and the
+    receivers get all weights of the later one. Syncs that are submitted one after the other follow each other.
+
+    If the weights come in several buckets, and another thread has a method change the weights of the source during a
+    sync, the receivers may get buckets of both versions.
+
+    Args:
+        source: The group that has the weights; its workers are `HoldsWeights`.
+        target: The group that gets them; its workers are `HoldsWeights`, too. It may be the source, if ranks are given.
+        bucket_nbytes: Bytes that a rank sends or receives at a time.
+        from_ranks: The ranks of the source that send; by default all.
+        to_ranks: The ranks of the target that receive; by default all. Others keep their weights: a worker that was
+            replaced gets them from its peers by ``WeightSync(group, group, from_ranks=[0, 2], to_ranks=[1])``.
+        is_compared: Whether to compare replicas of the source. Without, tensors that differ on them come from any.
+
+    Attributes:
+        plan: The moves between the groups, printable.
+
+    Raises:
+        UsageError: The workers of a group are not `HoldsWeights`; or a rank would both send and receive.
+        LayoutError: The target has a tensor that the source does not have, or of another shape or dtype.
+
+    Example:
+        >>> import torch, bandmaster as bm
+        >>> from bandmaster import rl
+        >>> class Policy(rl.HoldsWeights):
+        ...     def __init__(self, value):
+        ...         self.model = torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
+        ...         self.set(value)
+        ...     @bm.register(bm.Dispatch.ONE_TO_ALL)
+        ...     def set(self, value): torch.nn.init.constant_(self.model.weight, value)
+        ...     @bm.register(bm.Dispatch.ONE_TO_ALL)
+        ...     def value(self): return float(self.model.weight), self.weights_version
+        >>> with bm.ResourcePool([2], backend="inprocess") as a, bm.ResourcePool([1], backend="inprocess") as b:
+        ...     trainer, rollout = bm.WorkerGroup(a, Policy, 1.0), bm.WorkerGroup(b, Policy, 0.0)
+        ...     sync = rl.WeightSync(trainer, rollout)
+        ...     sync(version=7)
+        ...     rollout.value()
+        [(1.0, 7)]
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        target: Any,
+        bucket_nbytes: int = BUCKET_NBYTES,
+        from_ranks: Iterable[int] | None = None,
+        to_ranks: Iterable[int] | None = None,
+        is_compared: bool = True,
+        delta: bool = False,
+        heals: bool = False,
+    ) -> None:
+        self._engines: EngineSync | None = None
+        self._group: GroupSync | None = None
+        self._healing: Healing | None = None
+        if callable(getattr(target, "use_weights", None)):
+            if to_ranks is not None:
+                raise UsageError(
+                    f"to_ranks={[*to_ranks]} chooses ranks of a model, but {target.name} is an engine, of which all "
+                    "replicas get the weights; leave it out, or call restore(replica) for one that was replaced"
+                )
+            is_kept = delta or heals
+            self._engines = EngineSync(source, target, bucket_nbytes, from_ranks, is_compared, delta, is_kept, heals)
+            if heals:
+                self._healing = Healing(self._engines)
+            return
+        if delta or heals:
+            name = "delta" if delta else "heals"
+            raise UsageError(f"{name}=True is for groups of engines, which {getattr(target, 'name', target)!r} is not")
+        self._group = GroupSync(source, target, bucket_nbytes, from_ranks, to_ranks, is_compared)
+
+    @property
+    def plan(self) -> Resharding:
+        """The moves between the groups, printable; with engines, from the source to each replica."""
+        return (self._engines or self._of_groups).plan
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that the ranks of the source have sent in the last sync to engines, however many replicas read them."""
+        return self._of_engines("sent_nbytes").sent_nbytes
+
+    def __call__(self, version: Any = None, in_flight: PauseMode | None = None) -> None:
+        """Move the weights, and wait until they are in use.
+
+        Args:
+            version: The receivers' new ``weights_version``; a whole number, if answers of engines are to have it.
+            in_flight: What becomes of the requests that an engine runs as it changes to the new weights: ``"keep"``
+                goes on with them afterwards, by default; ``"wait"`` waits until they have ended; ``"abort"`` returns
+                their tokens so far.
+
+        Raises:
+            WorkerDied: A worker died. The other receivers have the old weights. If it died as the receivers changed to
+                the new ones, they have all the new or all the old ones: ``weights_version`` says which.
+            UsageError: ``in_flight`` is given for a group that is no engine.
+            Exception: All errors of calls. Receivers have the old weights.
+        """
+        if self._engines is not None:
+            self._engines.run(version, in_flight or "keep")
+        else:
+            self._check_no(in_flight)
+            self._of_groups.run(version)
+
+    def submit(
+        self, version: Any = None, in_flight: PauseMode | None = None
+    ) -> Future[Any] | concurrent.futures.Future[None]:
+        """Move the weights without waiting: as they are after the calls to the source that were submitted before.
+
+        All buckets may be in transit at once, so that the senders' weights are in memory twice until they are received.
+        With engines, it waits for an earlier sync to end.
+
+        Args:
+            version: As for a call.
+            in_flight: As for a call.
+
+        Returns:
+            A future that is done when the new weights are in use. If a call fails before the receivers change to the
+            new weights, the future has that error, and the receivers have the old weights.
+        """
+        if self._engines is not None:
+            return self._engines.submit(version, in_flight or "keep")
+        self._check_no(in_flight)
+        return self._of_groups.submit(version)
+
+    def restore(self, replica: int) -> None:
+        """Bring the weights of the last sync to a replica of an engine that was replaced.
+
+        They come from another replica, or else from the copy that the source keeps with ``delta`` or ``heals``.
+
+        Args:
+            replica: The number of the replica.
+
+        Raises:
+            UsageError: There was no sync; or no other replica has the weights, and the source keeps no copy.
+        """
+        engines = self._of_engines("restore")
+        if not 0 <= replica < engines.n_replicas:
+            raise UsageError(f"{engines.target.name} has replicas 0 to {engines.n_replicas - 1}, got {replica}")
+        with engines.lock:
+            engines.restore(replica)
+
+    def wait_until_healed(self, timeout: float | None = None) -> bool:
+        """Wait until no replica is being replaced. Returns False if that takes longer than ``timeout`` seconds.
+
+        Raises:
+            BandmasterError: A replica could not be replaced.
+            UsageError: The sync was made without ``heals=True``.
+        """
+        if self._healing is None:
+            raise UsageError("this rl.WeightSync replaces no replicas; make it with heals=True")
+        return self._healing.wait(timeout)
+
+    def _of_engines(self, what: str) -> EngineSync:
+        if self._engines is None:
+            raise UsageError(f"{what} is for groups of engines; the target of this rl.WeightSync is a group of models")
+        return self._engines
+
+    @property
+    def _of_groups(self) -> GroupSync:
+        assert self._group is not None, "the target is no engine"
+        return self._group
+
+    def _check_no(self, in_flight: str | None) -> None:
+        if in_flight is not None:
+            raise UsageError(
+                f"in_flight={in_flight!r} is for engines, which run requests; the target is a group of models, whose "
+                "ranks change between two calls"
+            )

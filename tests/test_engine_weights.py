@@ -1,0 +1,529 @@
+"""Weights into engines: changes alone, syncs that fail, and replicas that die; by engines that keep what they get."""
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bandmaster as bm
+from bandmaster import Dispatch, register, rl
+from bandmaster.rl.engine_weights.changes import changes, patch
+from bandmaster.rl.engine_weights.checkpoint import as_engine_has_them, checkpoint_specs
+from bandmaster.rl.engine_weights.packing import pack_pieces, unpack_pieces
+from bandmaster.rl.engine_weights.staged import StagedWeights
+from bandmaster.rl.layout import Box
+
+pytestmark = pytest.mark.backends("inprocess", "local")
+DEADLINE_S = 60
+SHAPES = {"embed": (300, 40), "layer.weight": (40, 40), "layer.bias": (40,), "norm": ()}
+
+
+class Source(rl.HoldsWeights):
+    """A trainer of a few tensors in float32, cut along tp."""
+
+    def __init__(self, sizes=SHAPES, seed=0):
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        torch.set_num_threads(1)
+        self.made = {}
+        for number, (name, shape) in enumerate(sizes.items()):
+            torch.manual_seed(seed + number)
+            whole = torch.randn(shape)
+            if "tp" in self.mesh.axis_names:
+                mesh = rl.device_mesh(self, "dp", "tp")
+                dim = len(shape) - 1
+                whole = distribute_tensor(whole, mesh, [Replicate(), Shard(dim) if shape else Replicate()])
+            self.made[name] = whole
+
+    def weights(self):
+        return self.made
+
+    @register(Dispatch.ONE_TO_ALL)
+    def step(self, seed, size=1e-6):
+        """A step of an optimizer with a learning rate of ``size``: each element moves by about as much."""
+        for number, weight in enumerate(self.made.values()):
+            local = getattr(weight, "_local_tensor", weight)
+            place = (
+                self.mesh.coordinates(self.rank).get("tp", 0) if weight.ndim else 0
+            )  # ranks with the same move alike
+            torch.manual_seed(seed * 100 + number + 100_000 * place)
+            local.add_(torch.randn(local.shape).sign() * size)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def whole(self):
+        return {n: (w.full_tensor() if hasattr(w, "full_tensor") else w).clone() for n, w in self.made.items()}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def drift(self, rank):
+        if self.rank == rank:
+            self.made["norm"].add_(1)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def process(self):
+        return os.getpid()
+
+    def on_replace(self, rank, state):
+        pass
+
+
+class Recorder(rl.Engine):
+    """An engine that keeps the weights that it gets, in bfloat16, and answers with the prompt.
+
+    Args:
+        shapes: Of its tensors.
+        dtype: Of its tensors.
+    """
+
+    vocab_size, max_model_len = 100, 32
+
+    def __init__(self, shapes=SHAPES, dtype="bfloat16"):
+        self.specs = {name: (tuple(shape), dtype) for name, shape in shapes.items()}
+        self.loaded, self.n_loads, self.fails_at = {}, 0, set()
+        self.is_paused, self.going = False, asyncio.Event()
+        self.dies = False
+
+    def weights_specs(self):
+        return self.specs
+
+    def load_weights(self, weights):
+        self.n_loads += 1
+        if self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.n_loads in self.fails_at:
+            self.loaded = {"half": torch.zeros(1)}
+            raise RuntimeError("this engine does not like them")
+        self.loaded = {name: tensor.clone() for name, tensor in weights.items()}
+
+    def first_weights(self):
+        return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, (shape, _) in self.specs.items()}
+
+    async def increments(self, prompt, sampling):
+        for token in prompt[: sampling.max_tokens]:
+            yield rl.Answer([token], [0.0], [self.version], None)
+        yield rl.Answer([], [], [], "length")
+
+    async def answers(self, prompt, sampling):
+        return [rl.Answer.joined([part async for part in self.increments(prompt, sampling)])]
+
+    async def pause(self, mode="abort"):
+        await super().pause(mode)
+        self.is_paused = True
+
+    async def resume(self):
+        self.is_paused = False
+
+    async def abort(self): ...
+    async def sleep(self): ...
+    async def wake(self): ...
+    async def reset_cache(self): ...
+
+    @property
+    def is_ready(self):
+        return not self.is_paused
+
+    @register(Dispatch.ONE_TO_ALL)
+    def state(self):
+        return self.loaded, self.weights_version, self.n_loads
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail_at(self, rank, *loads, dies=False):
+        if self.rank == rank:
+            self.fails_at, self.dies = {self.n_loads + load for load in loads}, dies
+
+    @register(Dispatch.ONE_TO_ALL)
+    def process(self):
+        return os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def memory_files(self):
+        """How many versions of the weights this rank holds in memory."""
+        links = [
+            os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.exists(f"/proc/self/fd/{fd}")
+        ]
+        return sum("bandmaster-weights" in link for link in links)
+
+
+def assert_has(engine, source, version, ranks=None):
+    """All replicas have the weights of the source, cast."""
+    expected = source.whole()[0]
+    for rank, (loaded, its_version, _) in enumerate(engine.state()):
+        if ranks is None or rank in ranks:
+            assert its_version == version
+            assert loaded.keys() == expected.keys()
+            for name, tensor in loaded.items():
+                assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
+
+
+@pytest.fixture
+def pair(make_group):
+    """A source of dp=2, tp=2, and two replicas."""
+    source = make_group(bm.Mesh(dp=2, tp=2), Source)
+    engine = make_group(2, Recorder)
+    for group in source, engine:
+        group.set_default_options(timeout=DEADLINE_S)
+    return source, engine
+
+
+# --- changes ---
+
+
+@given(st.data())
+def test_changes_make_the_old_array_the_new_one(data):
+    n = data.draw(st.integers(0, 2000))
+    dtype = data.draw(st.sampled_from([np.uint8, np.int16, np.int32, np.int64]))
+    old = np.random.default_rng(0).integers(0, 100, n).astype(dtype)
+    new = old.copy()
+    for place in data.draw(st.lists(st.integers(0, max(0, n - 1)), max_size=40)) if n else []:
+        new[place] += 1
+    found = changes(old, new)
+    if found is None:
+        assert new.nbytes <= 3 * (np.count_nonzero(old != new) + 1) * (new.itemsize + 4)
+    else:
+        assert found.nbytes < new.nbytes
+        patch(old, found)
+        assert np.array_equal(old, new)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.01, 0.001, 0.0001])
+def test_changes_take_few_bytes(share):
+    rng = np.random.default_rng(1)
+    old = rng.integers(0, 1 << 15, 1_000_000).astype(np.int16)
+    new = np.where(rng.random(len(old)) < share, old ^ 1, old)
+    found = changes(old, new)
+    assert found.nbytes < 2 * new.nbytes * share * 1.05, "at most two bytes for a step"
+    patch(old, found)
+    assert np.array_equal(old, new)
+
+
+def test_pieces_that_differ_from_what_was_sent_are_an_error():
+    tensor, place = torch.arange(60.0).view(6, 10), torch.zeros(12, 10)
+    box = Box((3, 0), (6, 10))
+    packed = pack_pieces([(tensor, None)])
+    unpack_pieces(packed, [("w", box)], lambda _: place[3:9])
+    assert torch.equal(place[3:9], tensor)
+    packed.data[17] ^= 1
+    with pytest.raises(bm.UsageError, match=r"checksums of 1 of 1 pieces differ.*'w' \[3:9, 0:10\]"):
+        unpack_pieces(packed, [("w", box)], lambda _: place[3:9])
+    changed = tensor.clone()
+    changed[2, 2] = 100
+    packed = pack_pieces([(changed, tensor)])
+    assert packed.parts[0].n_changes == 1 and len(packed.data) <= 16
+    columns = torch.zeros(6, 20)
+    columns[:, 5:15] = tensor
+    unpack_pieces(packed, [("w", box)], lambda _: columns[:, 5:15])  # a part of each row
+    assert torch.equal(columns[:, 5:15], changed)
+    with pytest.raises(bm.UsageError, match="checksums"):
+        unpack_pieces(packed, [("w", box)], lambda _: torch.zeros(6, 10))  # not the base
+
+
+def test_staged_weights_are_mapped_by_others_and_go_with_their_owner():
+    specs = {"a": ((3, 5), "bfloat16"), "b": ((), "float32"), "c": ((0, 4), "int64")}
+    weights = StagedWeights(7, specs)
+    weights["a"].copy_(torch.arange(15).view(3, 5))
+    weights["b"].fill_(2.5)
+    other = StagedWeights.opened(weights.address)
+    assert other.sync == 7 and list(other) == ["a", "b", "c"]
+    assert torch.equal(other["a"], weights["a"]) and float(other["b"]) == 2.5 and other["c"].shape == (0, 4)
+    other["b"].fill_(3)
+    assert float(weights["b"]) == 2.5, "what others write is their own"
+    copied = weights.copy(8)
+    assert copied.sync == 8 and torch.equal(copied["a"], weights["a"]) and copied.path != weights.path
+    path = weights.path
+    del weights
+    assert not os.path.exists(path) and float(other["b"]) == 3, "who has mapped it may use it on"
+
+
+def test_specs_of_a_checkpoint(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file(
+        {"b": torch.zeros(4, 2, dtype=torch.float32), "a": torch.zeros(3, dtype=torch.float32)},
+        tmp_path / "1.safetensors",
+    )
+    save_file({"c": torch.zeros(2, dtype=torch.float16)}, tmp_path / "2.safetensors")
+    specs = checkpoint_specs(tmp_path)
+    assert specs == {"b": ((4, 2), "float32"), "a": ((3,), "float32"), "c": ((2,), "float16")}
+    assert as_engine_has_them(specs, "bfloat16")["b"][1] == "bfloat16"
+    assert as_engine_has_them(specs, "bfloat16")["c"][1] == "float16", "not the main dtype"
+    assert checkpoint_specs(tmp_path / "nowhere") is None
+
+
+# --- syncs ---
+
+
+@pytest.mark.backends("local")
+@pytest.mark.parametrize(
+    "options", [{}, {"delta": True}, {"bucket_nbytes": 5000}, {"bucket_nbytes": 5000, "delta": True}], ids=str
+)
+def test_weights_are_cast_and_come_to_all_replicas(pair, options):
+    source, engine = pair
+    sync = rl.WeightSync(source, engine, **options)
+    for version in range(1, 4):
+        source.step(version, size=0.01)
+        sync(version=version)
+        assert_has(engine, source, version)
+    assert engine.memory_files() == [1, 1], "of each rank one version"
+    assert sync.plan.nbytes == 2 * (300 * 40 + 40 * 40 + 40 + 1)
+
+
+@pytest.mark.backends("local")
+def test_changes_alone_are_sent_through_a_hundred_steps_with_drops_and_restarts(make_group):
+    source = make_group(bm.Mesh(dp=2, tp=2), Source, {"a": (600, 500), "b": (500, 40)})
+    engine = make_group(2, Recorder, {"a": (600, 500), "b": (500, 40)})
+    sync = rl.WeightSync(source, engine, delta=True, bucket_nbytes=200_000)
+    whole, sent = sync.plan.nbytes, []
+    for step in range(1, 101):
+        source.step(step)
+        if step % 10 == 3:
+            continue  # several steps in one sync
+        if step == 30:
+            os.kill(engine.process()[1], signal.SIGKILL)
+            with pytest.raises(bm.WorkerDied):
+                sync(version=step)
+            engine.replace(1)
+        if step == 50:
+            engine.restart()
+        if step == 60:
+            os.kill(source.process()[1], signal.SIGKILL)
+            with pytest.raises(bm.WorkerDied):
+                source.step(step)
+            source.restart()
+        if step == 70:
+            engine.fail_at(0, 1)
+            with pytest.raises(bm.RemoteError, match="does not like them"):
+                sync(version=step)
+        sync(version=step)
+        sent.append(sync.sent_nbytes)
+        if step % 10 == 0:
+            assert_has(engine, source, step)
+    assert_has(engine, source, 100)
+    small = sorted(sent)[: len(sent) * 3 // 4]
+    assert max(small) < 0.03 * whole, "at a learning rate of 1e-6, with headers"
+    assert sorted(sent)[-1] >= whole, "the first one, and for replicas that were replaced"
+
+
+@pytest.mark.backends("local")
+def test_replicas_of_the_source_that_differ_are_an_error(pair):
+    source, engine = pair
+    sync = rl.WeightSync(source, engine)
+    sync(version=1)
+    source.drift(3)
+    with pytest.raises(bm.RemoteError, match=r"1 of \d+ weights of which this rank is a replica differ: 'norm'"):
+        sync(version=2)
+    assert [version for _, version, _ in engine.state()] == [1, 1]
+    rl.WeightSync(source, engine, is_compared=False)(version=3)
+
+
+def test_a_shape_that_differs_is_an_error_before_anything_is_sent(make_group):
+    source, engine = make_group(1, Source), make_group(2, Recorder, {**SHAPES, "embed": (301, 40)})
+    with pytest.raises(
+        bm.LayoutError, match=r"'embed' is bfloat16 of shape \(300, 40\) in the source, and .*\(301, 40\)"
+    ):
+        rl.WeightSync(source, engine)
+    more = make_group(2, Recorder, {**SHAPES, "head": (4,)})
+    with pytest.raises(bm.LayoutError, match="the target has a tensor 'head', which the source does not have"):
+        rl.WeightSync(source, more)
+
+
+def test_options_that_are_no_such_are_errors(make_group):
+    source, engine = make_group(1, Source), make_group(2, Recorder)
+    sync = rl.WeightSync(source, engine)
+    with pytest.raises(bm.UsageError, match="in_flight must be one of 'keep', 'wait', 'abort', got 'stop'"):
+        sync(in_flight="stop")
+    with pytest.raises(bm.UsageError, match=r"to_ranks=\[1\].*restore\(replica\)"):
+        rl.WeightSync(source, engine, to_ranks=[1])
+    with pytest.raises(bm.UsageError, match="delta=True is for groups of engines"):
+        rl.WeightSync(source, source, from_ranks=[0], to_ranks=[], delta=True)
+    with pytest.raises(bm.UsageError, match="there was no sync yet"):
+        sync.restore(0)
+    with pytest.raises(bm.UsageError, match="has replicas 0 to 1, got 2"):
+        sync.restore(2)
+    with pytest.raises(bm.UsageError, match="heals=True"):
+        sync.wait_until_healed()
+
+
+# --- failures ---
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_engine_that_refuses_weights_leaves_the_old_ones_everywhere(make_group, rank):
+    source, engine = make_group(1, Source), make_group(2, Recorder)
+    sync = rl.WeightSync(source, engine)
+    engine.fail_at(rank, 1)
+    with pytest.raises(bm.RemoteError, match="does not like them"):
+        sync(version=1)
+    for loaded, version, _ in engine.state():
+        assert version is None and not loaded["embed"].any(), "those before the first sync"
+    sync(version=1)
+    before = engine.state()
+    source.step(1, size=1.0)
+    engine.fail_at(rank, 1)
+    with pytest.raises(bm.RemoteError, match="does not like them"):
+        sync(version=2)
+    for (loaded, version, _), (expected, _, _) in zip(engine.state(), before, strict=True):
+        assert version == 1 and all(torch.equal(loaded[name], expected[name]) for name in expected)
+    assert engine.request([7, 8]).result()[0].versions == [1, 1]
+    sync(version=3)
+    assert_has(engine, source, 3)
+
+
+def test_an_engine_that_cannot_go_back_says_so_and_a_later_sync_mends_it(make_group):
+    source, engine = make_group(1, Source), make_group(2, Recorder)
+    sync = rl.WeightSync(source, engine)
+    sync(version=1)
+    engine.fail_at(1, 1, 2)
+    with pytest.raises(bm.RemoteError, match="does not like them"):
+        sync(version=2)
+    with pytest.raises(bm.RemoteError, match=r"rank 1 is not usable: it could not load new weights: .*nor could it"):
+        engine.request.options(replica=1)([1]).result()
+    with pytest.raises(bm.RemoteError, match="rank 1 is not usable"):
+        engine.generate({"prompt": [[1], [2]]})
+    for _ in range(6):
+        assert engine.request.options(min_version=1)([1]).result()[0].versions == [1]
+    sync(version=3)
+    assert_has(engine, source, 3)
+    assert engine.request.options(replica=1)([1]).result()[0].versions == [3]
+
+
+@pytest.mark.backends("local")
+def test_ranks_of_a_replica_have_one_version(make_group):
+    source, engine = make_group(1, Source), make_group(bm.Mesh(dp=2, tp=2), Recorder)
+    engine.set_default_options(timeout=DEADLINE_S)
+    sync = rl.WeightSync(source, engine)
+    sync(version=1)
+    assert engine.memory_files() == [1, 0, 1, 0], "ranks of a replica map what the first one has staged"
+    source.step(1, size=1.0)
+    for rank in range(4):
+        engine.fail_at(rank, 1)
+        with pytest.raises(bm.RemoteError, match="does not like them"):
+            sync(version=2)
+        assert [version for _, version, _ in engine.state()] == [1] * 4
+        first, *others = [loaded for loaded, _, _ in engine.state()]
+        assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+        engine.generate({"prompt": [[1], [2]]})
+    sync(version=2)
+    assert_has(engine, source, 2)
+
+
+@pytest.mark.backends("local")
+def test_a_receiver_that_dies_before_the_change_leaves_the_others_as_they_were(pair):
+    source, engine = pair
+    sync = rl.WeightSync(source, engine)
+    sync(version=1)
+    os.kill(engine.process()[0], signal.SIGKILL)
+    with pytest.raises(bm.WorkerDied, match="rank 0"):
+        sync(version=2)
+    engine.replace(0)
+    assert [version for _, version, _ in engine.state()] == [None, 1]
+    sync.restore(0)
+    assert [version for _, version, _ in engine.state()] == [1, 1]
+    assert_has(engine, source, 1)
+    sync(version=2)
+    assert_has(engine, source, 2)
+
+
+@pytest.mark.backends("local")
+def test_a_receiver_that_dies_in_the_change_leaves_the_others_with_the_new_ones(pair):
+    source, engine = pair
+    sync = rl.WeightSync(source, engine)
+    sync(version=1)
+    engine.fail_at(1, dies=True)
+    source.step(1, size=0.1)
+    with pytest.raises(bm.WorkerDied, match="rank 1"):
+        sync(version=2)
+    assert engine.request.options(min_version=2, timeout=DEADLINE_S)([1]).result()[0].versions == [2]
+    engine.replace(1)
+    sync.restore(1)
+    assert_has(engine, source, 2)
+
+
+@pytest.mark.backends("local")
+def test_a_replica_without_peers_takes_weights_from_the_copy_of_the_source(make_group):
+    source, engine = make_group(1, Source), make_group(1, Recorder)
+    for delta in (False, True):
+        sync = rl.WeightSync(source, engine, delta=delta)
+        sync(version=1)
+        expected = engine.state()[0][0]
+        source.step(1, size=1.0)  # training goes on
+        os.kill(engine.process()[0], signal.SIGKILL)
+        with pytest.raises(bm.WorkerDied):
+            engine.state()
+        engine.replace(0)
+        if not delta:
+            with pytest.raises(bm.UsageError, match=r"the source keeps no copy.*delta=True"):
+                sync.restore(0)
+            continue
+        sync.restore(0)
+        loaded, version, _ = engine.state()[0]
+        assert version == 1 and all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+# --- healing ---
+
+
+@pytest.mark.backends("local")
+def test_replicas_that_die_are_replaced_and_get_traffic_at_the_right_version(pair, caplog):
+    source, engine = pair
+    sync = rl.WeightSync(source, engine, heals=True)
+    sync(version=1)
+    with caplog.at_level(logging.WARNING, "bandmaster.rl"):
+        for version in range(2, 6):
+            victim = version % 2
+            os.kill(engine.process()[victim], signal.SIGKILL)
+            ask = engine.request.options(retries=2, timeout=DEADLINE_S)
+            answers = [ask([1, 2]) for _ in range(20)]
+            source.step(version, size=0.1)  # training goes on
+            sync(version=version)
+            assert all(set(one.result()[0].versions) <= {version - 1, version} for one in answers)
+            assert sync.wait_until_healed(DEADLINE_S)
+            while not engine.healthy:  # it is told of the death only now
+                assert sync.wait_until_healed(DEADLINE_S)
+            for replica in range(2):
+                asked = engine.request.options(replica=replica, min_version=version, timeout=DEADLINE_S)
+                assert asked([1]).result()[0].versions == [version]
+            assert_has(engine, source, version)
+    told = [record.getMessage() for record in caplog.records if record.name == "bandmaster.rl"]
+    assert len(told) == 4, "each death is told of once"
+    assert all("has died and was replaced in" in one for one in told)
+
+
+@pytest.mark.backends("local")
+def test_all_replicas_die_at_once(pair):
+    source, engine = pair
+    sync = rl.WeightSync(source, engine, heals=True)
+    sync(version=1)
+    expected = engine.state()[0][0]
+    source.step(1, size=1.0)
+    for process in engine.process():
+        os.kill(process, signal.SIGKILL)
+    asked = engine.request.options(min_version=1, timeout=DEADLINE_S)
+    while True:
+        try:
+            assert asked([1]).result()[0].versions == [1]
+            break
+        except (bm.WorkerDied, bm.CallCancelled):
+            assert sync.wait_until_healed(DEADLINE_S)
+    for loaded, version, _ in engine.state():
+        assert version == 1 and all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+@pytest.mark.backends("local")
+def test_replicas_of_several_ranks_are_restarted_together(make_group):
+    source, engine = make_group(1, Source), make_group(bm.Mesh(dp=2, tp=2), Recorder)
+    sync = rl.WeightSync(source, engine, heals=True)
+    sync(version=1)
+    healed = threading.Event()
+    engine.on_death(lambda error: healed.set())
+    os.kill(engine.process()[3], signal.SIGKILL)
+    assert healed.wait(DEADLINE_S)
+    assert sync.wait_until_healed(DEADLINE_S)
+    assert_has(engine, source, 1)
