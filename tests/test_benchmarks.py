@@ -55,7 +55,8 @@ def rows_of(path):
 
 def test_every_benchmark_is_tested():
     files = {path.stem for path in BENCHMARKS.glob("*.py")}
-    assert files == {*EXPECTED, "weights", "hosts", "many_requests", "requests_under_load", "engines", "run_all"}
+    alone = {"weights", "engine_weights", "hosts", "many_requests", "requests_under_load", "engines", "run_all"}
+    assert files == {*EXPECTED, *alone}
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,14 @@ def test_ways_to_move_weights_are_compared(tmp_path):
         "checkpoint",
     ]
     assert "to tp=3" in done.stdout
+
+
+@pytest.mark.slow
+def test_weights_into_engines_are_measured():
+    command = [sys.executable, str(BENCHMARKS / "engine_weights.py"), "--smoke"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\nall weights " in done.stdout and "\nchanges " in done.stdout
 
 
 @pytest.mark.slow

@@ -19,6 +19,8 @@ BUCKET_NBYTES = 64 << 20
 class WeightSync:
     """Moves the weights of one group to another; made once by the controller, and called for each version.
 
+    The target is a group of models in any layout, or of engines such as `VLLM`; see below.
+
     The constructor asks both groups for their layouts, and `reshard` plans the moves between them.
     The bytes stay on the workers: senders leave them where they are made, and each receiver reads its own there. They
     come in buckets, so that little extra memory is needed: at most two buckets on each sender, and on each receiver its
@@ -35,20 +37,30 @@ class WeightSync:
     If the weights come in several buckets, and another thread has a method change the weights of the source during a
     sync, the receivers may get buckets of both versions.
 
+    **Engines.** Each replica gets whole tensors, by the names and in the dtypes that its loader expects, to which the
+    source casts them. They are staged in memory beside the running engine, with a checksum of each. When all replicas
+    have all of them, each one pauses, loads them, forgets what was cached of prompts, and goes on. If one cannot load
+    them, all go back to those from before. Of each replica, the host holds the weights in use once more, and twice
+    during a sync.
+
     Args:
         source: The group that has the weights; its workers are `HoldsWeights`.
-        target: The group that gets them; its workers are `HoldsWeights`, too. It may be the source, if ranks are given.
+        target: The group that gets them; its workers are `HoldsWeights`, too, or `Engine`. It may be the source, if
+            ranks are given.
         bucket_nbytes: Bytes that a rank sends or receives at a time.
         from_ranks: The ranks of the source that send; by default all.
         to_ranks: The ranks of the target that receive; by default all. Others keep their weights: a worker that was
             replaced gets them from its peers by ``WeightSync(group, group, from_ranks=[0, 2], to_ranks=[1])``.
         is_compared: Whether to compare replicas of the source. Without, tensors that differ on them come from any.
-
-    Attributes:
-        plan: The moves between the groups, printable.
+        delta: Send engines only the elements that have changed since the last sync, after the cast. Replicas that lack
+            the last weights, as they were replaced, get all in the same call. The source keeps a copy of what it has
+            sent, on the CPU, spread over its ranks.
+        heals: Replace replicas of engines that die, and give them the last weights, in the background. A sync leaves
+            them out meanwhile. The source keeps a copy as with ``delta``, for the case that all replicas die.
 
     Raises:
-        UsageError: The workers of a group are not `HoldsWeights`; or a rank would both send and receive.
+        UsageError: The workers of a group are not `HoldsWeights`; or a rank would both send and receive; or an option
+            is for engines, and the target is none.
         LayoutError: The target has a tensor that the source does not have, or of another shape or dtype.
 
     Example:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 
 from bandmaster import BandmasterError, ClosedError, UsageError, WorkerDied
 from bandmaster.rl.engine_weights.sync import EngineSync
@@ -30,7 +31,8 @@ class Healing:
         self._is_whole = threading.Event()
         self._is_whole.set()
         self._error: BaseException | None = None
-        self._group.on_death(self._begin)
+        self._group.on_death(lambda death: self._begin(sorted(death.failures), death.failures[death.rank].summary))
+        sync.on_engine_death = lambda replica, error: self._begin([replica], str(error.__cause__))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no replica is being replaced. Returns False if the time is over before.
@@ -43,34 +45,28 @@ class Healing:
             raise self._error
         return is_whole
 
-    def _begin(self, death: WorkerDied) -> None:
+    def _begin(self, ranks: Sequence[int], why: str) -> None:
         self._is_whole.clear()
-        threading.Thread(target=self._heal, args=(death,), name="bandmaster-healing", daemon=True).start()
+        threading.Thread(target=self._heal, args=(ranks, why), name="bandmaster-healing", daemon=True).start()
 
-    def _heal(self, death: WorkerDied) -> None:
+    def _heal(self, ranks: Sequence[int], why: str) -> None:
         begun = time.monotonic()
+        which = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {self._group.name} died"
         try:
             with self._sync.lock:
-                told = self._replace(death)
+                told = self._replace(ranks[0])
         except ClosedError:
             return
         except BandmasterError as error:
             self._error = error
-            LOG.error("%s of %s has died, and could not be replaced: %s", _ranks(death), self._group.name, error)
+            LOG.error("%s, and could not be replaced: %s", which, error)
         else:
             self._error = None
-            LOG.warning(
-                "%s of %s has died and was replaced in %.1f s%s: %s",
-                _ranks(death),
-                self._group.name,
-                time.monotonic() - begun,
-                told,
-                death.failures[death.rank].summary,
-            )
+            LOG.warning("%s, and was replaced in %.1f s%s: %s", which, time.monotonic() - begun, told, why)
         finally:
             self._is_whole.set()
 
-    def _replace(self, death: WorkerDied) -> str:
+    def _replace(self, rank: int) -> str:
         """Replace what has died. Returns which weights it has, for the log."""
         held = self._sync.held
         state = None if held is None else AwaitWeights(held.version)
@@ -81,8 +77,8 @@ class Healing:
                     self._group.restart(state)
                     replicas = list(range(self._sync.n_replicas))
                 else:
-                    self._group.replace(death.rank, state)
-                    replicas = [death.rank]
+                    self._group.replace(rank, state)
+                    replicas = [rank]
                 froms = [] if held is None else [self._sync.restore(replica) for replica in replicas]
             except ClosedError:
                 raise
@@ -92,8 +88,3 @@ class Healing:
             else:
                 return "" if held is None else f", with version {held.version} of the weights from {froms[0]}"
         raise AssertionError("the last try returns or raises")
-
-
-def _ranks(death: WorkerDied) -> str:
-    ranks = sorted(death.failures)
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

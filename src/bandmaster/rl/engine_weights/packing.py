@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What one rank sends of a bucket.
+    """The part of a bucket that one rank sends.
 
     Attributes:
         parts: The form of each piece.

@@ -57,7 +57,7 @@ class StagedWeights(Mapping[str, "Tensor"]):
         self._data = torch.from_file(self.path, shared=True, size=self.nbytes, dtype=torch.uint8)
 
     def copy(self, sync: int) -> StagedWeights:
-        """The same tensors in a new file, for another sync."""
+        """Copy the tensors to a new file, for another sync."""
         copied = StagedWeights(sync, self.specs)
         copied._data.copy_(self._data)
         return copied

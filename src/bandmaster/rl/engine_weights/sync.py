@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from bandmaster import LayoutError, RemoteError, UsageError, WorkerDied
 from bandmaster.rl.engine_weights.checkpoint import FLOATS
 from bandmaster.rl.engine_weights.packing import Piece
-from bandmaster.rl.engine_weights.target import Expected, NoBase, PauseMode
+from bandmaster.rl.engine_weights.target import EngineDied, Expected, NoBase, PauseMode
 from bandmaster.rl.group_sync import N_BUCKETS, layout_of, replicas_in
 from bandmaster.rl.layout import Box, Layout, Spec
 from bandmaster.rl.resharding import Resharding, reshard
@@ -65,6 +65,8 @@ class EngineSync:
         sent_nbytes: Bytes that the last sync has sent, each once, however many replicas read them.
         held: The weights that the replicas have; None before the first sync.
         lock: Held during a sync, and while a replica is replaced.
+        on_engine_death: Called with the number of a replica whose engine has died and with the error, though its worker
+            lives, if replicas that died are left out.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class EngineSync:
         self.sent_nbytes = 0
         self.held: Held | None = None
         self.lock = threading.Lock()
+        self.on_engine_death: Callable[[int, BaseException], None] = lambda replica, error: None
 
     def run(self, version: Any, in_flight: PauseMode) -> None:
         """Bring the weights of the source to all replicas, and wait until they use them."""
@@ -189,7 +192,7 @@ class EngineSync:
         places = self._ask("weights_place", alive, lambda _: ())
         alive = self._without_dead(*places)
         values, errors = self._ask("begin_weights", alive, lambda r: (sync, base, self.specs, places[0][r]))
-        lacking = [r for r, error in errors.items() if _is_no_base(error)]
+        lacking = [r for r, error in errors.items() if _is(NoBase, error)]
         more, others = self._ask("begin_weights", lacking, lambda r: (sync, None, self.specs, places[0][r]))
         others.update({r: error for r, error in errors.items() if r not in lacking})
         alive = self._without_dead({**values, **more}, others)
@@ -293,9 +296,11 @@ class EngineSync:
         Raises:
             BaseException: An error of a replica, unless it has died and replicas that died are left out.
         """
-        for error in errors.values():
-            if not (self._spares_dead and isinstance(error, WorkerDied)):
+        for replica, error in errors.items():
+            if not self._spares_dead or not (isinstance(error, WorkerDied) or _is(EngineDied, error)):
                 raise error
+            if not isinstance(error, WorkerDied):
+                self.on_engine_death(replica, error)
         left = [r for r in found if r not in errors]
         if not left and errors:
             raise next(iter(errors.values()))
@@ -313,8 +318,9 @@ def _values(asked: Asked) -> tuple[Asked, dict[int, BaseException]]:
     return values, errors
 
 
-def _is_no_base(error: BaseException) -> bool:
-    return isinstance(error, RemoteError) and isinstance(error.__cause__, NoBase)
+def _is(kind: type[BaseException], error: BaseException) -> bool:
+    """Whether a replica has raised an error of some kind."""
+    return isinstance(error, RemoteError) and isinstance(error.__cause__, kind)
 
 
 def _check_in_flight(in_flight: str) -> None:

@@ -43,8 +43,12 @@ class NoBase(UsageError):
     """A replica does not have the weights that changes are for."""
 
 
+class EngineDied(UsageError):
+    """The engine of a replica has died, though its worker lives."""
+
+
 class Expected(NamedTuple):
-    """What a replica takes.
+    """The tensors that a replica takes.
 
     Attributes:
         specs: The tensors by name; None if it takes those that the source has.
@@ -118,6 +122,7 @@ class TakesWeights(Worker):
         """Check that the engine can load weights now.
 
         Raises:
+            EngineDied: It never can again.
             UsageError: It cannot.
         """
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from bandmaster import UsageError, report
 from bandmaster.rl.engine_weights.checkpoint import as_engine_has_them, checkpoint_specs
 from bandmaster.rl.engine_weights.staged import StagedWeights
-from bandmaster.rl.engine_weights.target import PauseMode
+from bandmaster.rl.engine_weights.target import EngineDied, PauseMode
 from bandmaster.rl.engines import vllm_start
 from bandmaster.rl.engines.answers import Answer
 from bandmaster.rl.engines.interface import Engine
@@ -232,13 +232,17 @@ class VLLM(Engine):
             raise UsageError(f"vLLM refuses the request: {error}") from error
         except EngineDeadError as error:
             report(self, load=DEAD_LOAD)
-            raise RuntimeError(
-                f"the vLLM engine of rank {self.rank} has died; its output says why; have the rank replaced by "
-                "group.replace(rank), or restart the group"
-            ) from error
+            raise RuntimeError(self._death) from error
         finally:
             self._open.discard(name)
             await outputs.aclose()
+
+    @property
+    def _death(self) -> str:
+        return (
+            f"the vLLM engine of rank {self.rank} has died; its output says why; have the rank replaced by "
+            "group.replace(rank), or restart the group"
+        )
 
     # --- control ---
 
@@ -336,9 +340,12 @@ class VLLM(Engine):
         """Check that the engine can load weights now.
 
         Raises:
+            EngineDied: vLLM's process has died.
             UsageError: The engine is asleep, or was made with another ``weight_transfer_config``.
         """
         super().check_takes_weights()
+        if self._engine is not None and self._engine.errored:
+            raise EngineDied(self._death)
         backend = getattr(self._config.weight_transfer_config, "backend", None)
         if backend != WEIGHTS:
             raise UsageError(

@@ -31,7 +31,7 @@ LOG = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
 @dataclass
 class NoInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """Nothing has to be known before the first update."""
+    """The information before the first update: there is none."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class StagedWeightsEngine(WeightTransferEngine[NoInit, Some]):  # type: ignore[m
     init_info_cls, update_info_cls = NoInit, Some
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Nothing: each update says where the weights are."""
+        """Do nothing, as each update says where the weights are."""
 
     def start_weight_update(self) -> None:
         """Have the model's layers take weights in the form of a checkpoint."""
