@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register, rl
 from bandmaster.rl.checksums import checksums
+from bandmaster.rl.group_sync import GroupSync
 
 DEADLINE_S = 30
 
@@ -367,7 +368,7 @@ def constants():
         yield tuple(bm.WorkerGroup(pool, Constant, value) for pool, value in ((one, 1.0), (two, 2.0), (here, 0.0)))
 
 
-class Overtaken(rl.WeightSync):
+class Overtaken(GroupSync):
     """A sync that has another one run in between two of its buckets."""
 
     other = None
@@ -382,13 +383,13 @@ def test_a_sync_that_another_one_to_the_same_target_overtakes_is_refused(constan
     one, two, target = constants
     for is_blocking in (True, False):
         target.fill(0.0)
-        sync = Overtaken(one, target, BUCKET_NBYTES)
+        sync = Overtaken(one, target, BUCKET_NBYTES, None, None, True)
         sync.other = rl.WeightSync(two, target, BUCKET_NBYTES)
         with pytest.raises(bm.RemoteError, match="another sync to this group has begun since"):
-            sync(version="first") if is_blocking else sync.submit(version="first").result()
+            sync.run(version="first") if is_blocking else sync.submit(version="first").result()
         assert target.values() == [([2.0], "other")] * 2
         sync.other = None
-        sync(version="again")
+        sync.run(version="again")
         assert target.values() == [([1.0], "again")] * 2
 
 
@@ -414,7 +415,7 @@ def test_syncs_that_are_submitted_one_after_the_other_follow_each_other(constant
 
 
 def test_a_receiver_that_is_replaced_in_a_sync_gets_no_part_of_it():
-    class Replacing(rl.WeightSync):
+    class Replacing(GroupSync):
         def _move(self, index, *args):
             moved = super()._move(index, *args)
             if index == 0:
@@ -425,7 +426,7 @@ def test_a_receiver_that_is_replaced_in_a_sync_gets_no_part_of_it():
     with bm.ResourcePool([1], backend="inprocess") as a, bm.ResourcePool([2]) as b:
         source, target = bm.WorkerGroup(a, Constant, 1.0), bm.WorkerGroup(b, Constant, 0.0)
         with pytest.raises(bm.RemoteError, match="or the rank was replaced") as caught:
-            Replacing(source, target, BUCKET_NBYTES)()
+            Replacing(source, target, BUCKET_NBYTES, None, None, True).run(None)
         assert caught.value.rank == 1
         assert target.values() == [([0.0], None)] * 2
 

@@ -50,7 +50,7 @@ def changes(old: Array, new: Array) -> Changes | None:
         >>> new[299] = 7
         >>> found = changes(old, new)
         >>> found.values.tolist(), found.steps.tolist(), found.steps.dtype.name
-        ([255, 7], [255, 43], 'uint8')
+        ([7], [299], 'uint16')
     """
     places = np.flatnonzero(old != new)
     distances = np.diff(places, prepend=-1) - 1

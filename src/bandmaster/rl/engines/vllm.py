@@ -19,6 +19,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bandmaster import UsageError, report
@@ -321,9 +322,17 @@ class VLLM(Engine):
 
     def weights_specs(self) -> dict[str, Spec] | None:
         """The tensors of the model's safetensors files, in the engine's dtype; None if there are no such files."""
+        found = self._checkpoint()
+        return None if found is None else found[1]
+
+    def _checkpoint(self) -> tuple[Path, dict[str, Spec]] | None:
+        """The folder of the model's safetensors files, and their tensors in the engine's dtype; None without files."""
         config = self._config.model_config
-        specs = None if (folder := model_folder(config)) is None else checkpoint_specs(folder)
-        return None if specs is None else as_engine_has_them(specs, str(config.dtype).removeprefix("torch."))
+        folder = model_folder(config)
+        specs = None if folder is None else checkpoint_specs(folder)
+        if folder is None or specs is None:
+            return None
+        return folder, as_engine_has_them(specs, str(config.dtype).removeprefix("torch."))
 
     def first_weights(self) -> StagedWeights:
         """The weights of the model's safetensors files.
@@ -331,10 +340,10 @@ class VLLM(Engine):
         Raises:
             UsageError: There are no such files.
         """
-        folder, specs = model_folder(self._config.model_config), self.weights_specs()
-        if folder is None or specs is None:
+        found = self._checkpoint()
+        if found is None:
             raise UsageError(f"{self._config.model_config.model} has no safetensors files to load again")
-        return checkpoint_weights(folder, specs)
+        return checkpoint_weights(*found)
 
     def check_takes_weights(self) -> None:
         """Check that the engine can load weights now.
@@ -380,8 +389,9 @@ class VLLM(Engine):
             for names in some_at_a_time(weights):
                 await rpc("update_weights", kwargs={"update_info": {"address": weights.address, "names": names}})
         except BaseException:
-            with contextlib.suppress(Exception):  # those processes have ended the update that have failed
-                await rpc("finish_weight_update")
+            if self._engine is not None and self._config.parallel_config.world_size > 1:
+                with contextlib.suppress(Exception):  # the processes that have failed have ended the update
+                    await rpc("finish_weight_update")
             raise
         await rpc("finish_weight_update")
         if self._engine is None:
