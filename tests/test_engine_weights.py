@@ -538,16 +538,29 @@ def test_all_replicas_die_at_once(source, mortal):
             assert sync.wait_until_healed(DEADLINE_S)
     for loaded, version, _ in engine.state():
         assert version == 1 and all(torch.equal(loaded[name], expected[name]) for name in expected)
+    for process in engine.process():
+        os.kill(process, signal.SIGKILL)
+    sync(version=2)  # waits until there are replicas again
+    assert_has(engine, source, 2)
+
+
+async def awaited(sync):
+    await sync.submit(version=5)
+
+
+def test_a_submitted_sync_can_be_awaited(source, engine):
+    asyncio.run(awaited(rl.WeightSync(source, engine)))
+    assert_has(engine, source, 5)
 
 
 @pytest.mark.backends("local")
-def test_replicas_of_several_ranks_are_restarted_together(source, make_group):
+def test_replicas_of_several_ranks_are_restarted_together(source, make_group, monkeypatch):
     engine = make_group(bm.Mesh(dp=2, tp=2), Recorder)
     sync = rl.WeightSync(source, engine, heals=True)
     sync(version=1)
-    healed = threading.Event()
-    engine.on_death(lambda error: healed.set())
+    told = threading.Event()
+    monkeypatch.setattr(logging.getLogger("bandmaster.rl"), "warning", lambda *_: told.set())
     os.kill(engine.process()[3], signal.SIGKILL)
-    assert healed.wait(DEADLINE_S)
+    assert told.wait(DEADLINE_S)
     assert sync.wait_until_healed(DEADLINE_S)
     assert_has(engine, source, 1)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections.abc import Iterable
 from typing import Any
 
 from bandmaster import Future, UsageError
 from bandmaster.rl.engine_weights.healing import Healing
-from bandmaster.rl.engine_weights.sync import EngineSync
+from bandmaster.rl.engine_weights.sync import EngineSync, SyncFuture
 from bandmaster.rl.engine_weights.target import PauseMode
 from bandmaster.rl.group_sync import GroupSync
 from bandmaster.rl.resharding import Resharding
@@ -143,9 +142,7 @@ class WeightSync:
             self._check_no(in_flight)
             self._of_groups.run(version)
 
-    def submit(
-        self, version: Any = None, in_flight: PauseMode | None = None
-    ) -> Future[Any] | concurrent.futures.Future[None]:
+    def submit(self, version: Any = None, in_flight: PauseMode | None = None) -> Future[Any] | SyncFuture:
         """Move the weights without waiting: as they are after the calls to the source that were submitted before.
 
         All buckets may be in transit at once, so that the senders' weights are in memory twice until they are received.
@@ -156,8 +153,8 @@ class WeightSync:
             in_flight: As for a call.
 
         Returns:
-            A future that is done when the new weights are in use. If a call fails before the receivers change to the
-            new weights, the future has that error, and the receivers have the old weights.
+            A future that is done when the new weights are in use, and can be awaited. If a call fails before the
+            receivers change to the new weights, the future has that error, and the receivers have the old weights.
         """
         if self._engines is not None:
             return self._engines.submit(version, in_flight or "keep")

@@ -65,6 +65,10 @@ class Healing:
             LOG.warning("%s, and was replaced in %.1f s%s: %s", which, time.monotonic() - begun, told, why)
         finally:
             self._is_whole.set()
+            with self._sync.has_healed:
+                self._sync.n_healed += 1
+                self._sync.heals_succeed = self._error is None
+                self._sync.has_healed.notify_all()
 
     def _replace(self, rank: int) -> str:
         """Replace what has died. Returns which weights it has, for the log."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from secrets import randbits
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from bandmaster.rl.group_sync import N_BUCKETS, layout_of, replicas_in
 from bandmaster.rl.layout import Box, Layout, Spec
 from bandmaster.rl.resharding import Resharding, reshard
 
+HEAL_S = 600.0  # for the replacement of a replica, when all have died
 IN_FLIGHT = ("keep", "wait", "abort")
 LOG = logging.getLogger(__name__)
 Asked = dict[int, Any]  # futures or values, by replica
@@ -47,6 +49,24 @@ class Begun(NamedTuple):
     rows: Sequence[Any] | None
 
 
+class SyncFuture(concurrent.futures.Future[None]):
+    """The end of a sync, which can be awaited."""
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return asyncio.wrap_future(self).__await__()
+
+
+class NoneLeft(Exception):
+    """All replicas have died.
+
+    Attributes:
+        error: That of one of them.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
 class EngineSync:
     """Brings weights to engines; see `WeightSync`.
 
@@ -67,6 +87,9 @@ class EngineSync:
         lock: Held during a sync, and while a replica is replaced.
         on_engine_death: Called with the number of a replica whose engine has died and with the error, though its worker
             lives, if replicas that died are left out.
+        has_healed: Notified when replicas were replaced, or could not be.
+        n_healed: How often it was notified.
+        heals_succeed: Whether the last replacement has succeeded.
     """
 
     def __init__(
@@ -95,6 +118,8 @@ class EngineSync:
         self.sent_nbytes = 0
         self.held: Held | None = None
         self.lock = threading.Lock()
+        self.has_healed = threading.Condition()
+        self.n_healed, self.heals_succeed = 0, True
         self.on_engine_death: Callable[[int, BaseException], None] = lambda replica, error: None
 
     def run(self, version: Any, in_flight: PauseMode) -> None:
@@ -103,10 +128,10 @@ class EngineSync:
         with self.lock:
             self._finish(self._begin(is_all=False), version, in_flight)
 
-    def submit(self, version: Any, in_flight: PauseMode) -> concurrent.futures.Future[None]:
+    def submit(self, version: Any, in_flight: PauseMode) -> SyncFuture:
         """Send the weights as they are after the calls that were submitted before. Waits for earlier syncs alone."""
         _check_in_flight(in_flight)
-        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        future = SyncFuture()
         future.set_running_or_notify_cancel()
         self.lock.acquire()
         try:
@@ -122,9 +147,7 @@ class EngineSync:
             raise
         return future
 
-    def _finish_in_background(
-        self, future: concurrent.futures.Future[None], begun: Begun, version: Any, in_flight: PauseMode
-    ) -> None:
+    def _finish_in_background(self, future: SyncFuture, begun: Begun, version: Any, in_flight: PauseMode) -> None:
         try:
             self._finish(begun, version, in_flight)
         except BaseException as error:
@@ -175,12 +198,31 @@ class EngineSync:
 
     def _finish(self, begun: Begun, version: Any, in_flight: PauseMode) -> None:
         """Stage the weights on all replicas, and have these use them."""
-        alive = list(range(self.n_replicas))
         self.sent_nbytes = 0
+        if self._is_kept and begun.rows is not None:
+            begun.rows[0].result()
+        while True:
+            n_healed = self.n_healed
+            try:
+                return self._stage_and_use(begun, version, in_flight)
+            except NoneLeft as none:
+                if not self._is_healed(beyond=n_healed):
+                    raise none.error from None
+
+    def _is_healed(self, beyond: int) -> bool:
+        """Wait until a replica was replaced, if that is done. The lock is free meanwhile."""
+        if not self._spares_dead:
+            return False
+        self.lock.release()
         try:
-            if self._is_kept and begun.rows is not None:
-                begun.rows[0].result()
-            alive, addresses = self._stage(begun, alive)
+            with self.has_healed:
+                return self.has_healed.wait_for(lambda: self.n_healed > beyond, HEAL_S) and self.heals_succeed
+        finally:
+            self.lock.acquire()
+
+    def _stage_and_use(self, begun: Begun, version: Any, in_flight: PauseMode) -> None:
+        try:
+            alive, addresses = self._stage(begun, list(range(self.n_replicas)))
         except BaseException:
             self._quietly("revert_weights", range(self.n_replicas), begun.sync)
             raise
@@ -294,7 +336,8 @@ class EngineSync:
         """The replicas that have answered.
 
         Raises:
-            BaseException: An error of a replica, unless it has died and replicas that died are left out.
+            NoneLeft: All have died, and replicas that died are left out.
+            BaseException: Another error of a replica, or any if none is left out.
         """
         for replica, error in errors.items():
             if not self._spares_dead or not (isinstance(error, WorkerDied) or _is(EngineDied, error)):
@@ -303,7 +346,7 @@ class EngineSync:
                 self.on_engine_death(replica, error)
         left = [r for r in found if r not in errors]
         if not left and errors:
-            raise next(iter(errors.values()))
+            raise NoneLeft(next(iter(errors.values())))
         return left
 
 
