@@ -564,3 +564,45 @@ def test_replicas_of_several_ranks_are_restarted_together(source, make_group, mo
     assert told.wait(DEADLINE_S)
     assert sync.wait_until_healed(DEADLINE_S)
     assert_has(engine, source, 1)
+
+
+# --- deadlines ---
+
+
+class Stubborn(Recorder):
+    """An engine whose requests do not end until they are told to."""
+
+    async def increments(self, prompt, sampling):
+        self.n_open += 1
+        await self.going.wait()
+        self.n_open -= 1
+        yield rl.Answer([prompt[0]], [0.0], [self.version], "length")
+
+    async def pause(self, mode="abort"):
+        await super().pause(mode)
+        while mode == "wait" and self.n_open:
+            await asyncio.sleep(0.001)
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def go(self):
+        self.going.set()
+
+    n_open = 0
+
+
+def test_a_sync_that_waits_too_long_is_called_off(source, make_group):
+    engine = make_group(2, Stubborn)
+    sync = rl.WeightSync(source, engine)
+    sync(version=1)
+    asked = engine.request.options(replica=0)([5])
+    while not engine.metrics.options(replica=0)().result()["n_open"]:
+        pass
+    engine.set_default_options(timeout=0.5)
+    with pytest.raises(bm.CallTimeout):
+        sync(version=2, in_flight="wait")
+    engine.set_default_options(timeout=DEADLINE_S)
+    engine.go.all().result()
+    assert asked.result()[0].versions == [1]
+    assert [figures["version"] for figures in engine.metrics.all().result()] == [1, 1]
+    sync(version=3, in_flight="wait")
+    assert_has(engine, source, 3)

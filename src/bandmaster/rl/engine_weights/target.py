@@ -87,7 +87,8 @@ class TakesWeights(Worker):
     _copier: ThreadPoolExecutor | None = None
     _shares = False  # whether another rank of the host stages them
     _before: _Before | None = None  # those before a sync that was not confirmed
-    _switch: asyncio.Task[None] | None = None
+    _switch: asyncio.Task[None] | None = None  # to other weights, the last one
+    _called_off: int | None = None  # the last sync that was reverted
     _unusable = ""  # why the engine answers nothing, until it has weights again
     _unusable_by: int | None = None  # the sync that may have left other ranks of the replica with other weights
     _arrived: asyncio.Event | None = None  # set when weights arrive for which requests wait
@@ -236,14 +237,9 @@ class TakesWeights(Worker):
         """Go back to the weights before a sync, if they are not used or another replica failed to use them."""
         if self._incoming is not None and self._incoming.sync == sync:
             self._incoming = None
-        if self._switch is not None:
-            await asyncio.gather(self._switch, return_exceptions=True)
-        if self._unusable_by == sync:
-            self._unusable, self._unusable_by = "", None
-        if self._used is not None and self._used.sync == sync and self._before is not None:
-            before, self._before = self._before, None
-            self._switch = asyncio.create_task(self._go_back(before))
-            await asyncio.shield(self._switch)
+        self._called_off = sync
+        self._switch = asyncio.create_task(self._go_back(sync, self._switch))
+        await asyncio.shield(self._switch)
 
     @register(Dispatch.REQUEST, concurrency=CONTROL)
     async def give_weights(self, names: Sequence[Sequence[str]], sync: int) -> list[Packed]:
@@ -296,6 +292,8 @@ class TakesWeights(Worker):
         """Load weights, and say so; if the engine does not take them, load those from before."""
         before = _Before(self._used, self.weights_version)
         async with self.held(in_flight):
+            if self._called_off == weights.sync:  # while requests ended, for example
+                raise UsageError("the sync was called off, as it has failed elsewhere or has taken too long")
             try:
                 await self.load_staged(weights, version)
             except BaseException as error:
@@ -311,9 +309,17 @@ class TakesWeights(Worker):
             self._arrived.set()
             self._arrived = None
 
-    async def _go_back(self, before: _Before) -> None:
-        async with self.held("keep"):
-            await self._load_again(before, "another replica could not load new weights")
+    async def _go_back(self, sync: int, switch: asyncio.Task[None] | None) -> None:
+        """Load the weights from before a sync, if the engine has those of the sync once its change is over."""
+        if switch is not None:
+            await asyncio.wait([switch])
+            _ = switch.cancelled() or switch.exception()  # which its request has raised, unless it was cancelled
+        if self._unusable_by == sync:
+            self._unusable, self._unusable_by = "", None
+        if self._used is not None and self._used.sync == sync and self._before is not None:
+            before, self._before = self._before, None
+            async with self.held("keep"):
+                await self._load_again(before, "another replica could not load new weights")
 
     async def _load_again(self, before: _Before, why: str) -> None:
         """Load the weights from before. If that fails, the engine is unusable, and its requests are given up."""
