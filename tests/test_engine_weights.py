@@ -194,6 +194,17 @@ def mortal(make_group):
 # --- changes ---
 
 
+@pytest.mark.backends("inprocess")
+def test_what_the_source_keeps_is_its_own(source, make_group):
+    """In the trainer's own dtype, too, for which nothing has to be cast."""
+    engine = make_group(2, Recorder, SHAPES, "float32")
+    sync = rl.WeightSync(source, engine, delta=True)
+    for version in range(1, 4):
+        source.step(version, size=0.01)
+        sync(version=version)
+        assert_has(engine, source, version)
+
+
 @given(st.data())
 def test_changes_make_the_old_array_the_new_one(data):
     n = data.draw(st.integers(0, 2000))

@@ -70,8 +70,12 @@ class PacksWeights(Worker):
         """
         self.check_replicas(checksums, replicas)
         self._snapshots = {number: kept for number, kept in self._snapshots.items() if number == base}
-        kept = self._cast(outgoing, dtypes)
-        self._snapshots = {**self._snapshots, sync: {piece: one.clone() for piece, one in kept.items()}}
+        kept, weights = self._cast(outgoing, dtypes), self.weights()
+        own = {local_tensor(weights[name]).untyped_storage().data_ptr() for name, _ in outgoing}
+        snapshot = {
+            piece: one.clone() if one.untyped_storage().data_ptr() in own else one for piece, one in kept.items()
+        }
+        self._snapshots = {**self._snapshots, sync: snapshot}
         return [sync]
 
     @register(
