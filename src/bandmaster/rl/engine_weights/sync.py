@@ -282,7 +282,7 @@ class EngineSync:
         self._quietly("confirm_weights", [r for r in alive if r not in errors], sync)
         self._without_dead(alive, errors)
 
-    def _restore(self, replica: int, rows: Iterator[tuple[Any, Sequence[Sequence[Piece]]]] | Iterable[Any]) -> None:
+    def _restore(self, replica: int, rows: Iterable[tuple[Any, Sequence[Sequence[Piece]]]]) -> None:
         assert self.held is not None
         sync, version = self.held
         place = self._sent("weights_place", replica).result()
