@@ -81,6 +81,66 @@ def test_prompts_may_be_columns_of_any_kind(engine, column):
     assert [one.tolist() for one in engine.generate(rows, GREEDY)["answer"]] == expected
 
 
+# --- requests of servers ---
+
+TURN = [{"role": "user", "content": "47+85="}]
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_a_completion_has_the_ids_of_its_prompt_and_a_message(engine, is_stream):
+    prompt = [4, 7, 10, 8, 5, 11]
+    (expected,) = engine.request(prompt, GREEDY).result()
+    for given in (rl.Prompt(messages=TURN), rl.Prompt(text="47+85="), rl.Prompt(ids=prompt)):
+        if is_stream:
+            first, *rest = engine.completion_parts.stream(given, GREEDY)
+            assert first.ids.tolist() == prompt and all(part.ids is None for part in rest)
+            answer = rl.Answer.joined([part.answer for part in (first, *rest)])
+            said = "".join(part.delta["content"] for part in (first, *rest) if part.delta)
+        else:
+            completion = engine.complete(given, GREEDY).result()
+            assert completion.ids.tolist() == prompt and completion.n_known == 0
+            ((answer, message),) = completion.choices
+            said = message.get("content", "")
+        assert answer == expected
+        assert said == (expected.text if given.messages else "")
+
+
+def test_the_next_turn_begins_with_the_tokens_that_are_known(engine):
+    known = rl.Known(2, np.array([9, 9, 9, 3], np.int32))  # not those that the messages would have
+    messages = [*TURN, {"role": "assistant", "content": "231."}, {"role": "user", "content": "1+2="}]
+    completion = engine.complete(rl.Prompt(messages=messages, known=known), GREEDY).result()
+    assert completion.n_known == 4
+    assert completion.ids.tolist() == [13, 1, 10, 2, 11], "the answer had no end, so it gets one"
+    ended = rl.Known(2, np.array([9, 9, 9, 13], np.int32))
+    assert engine.complete(rl.Prompt(messages=messages, known=ended), GREEDY).result().ids.tolist() == [1, 10, 2, 11]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (lambda: rl.Prompt(text="a"), "got 'a'"),
+        (lambda: rl.Prompt(text=""), "the prompt is empty"),
+        (lambda: rl.Prompt(messages=TURN, tools=[{}]), "neither tools"),
+        (lambda: rl.Prompt(ids=[99]), "the token id 99"),
+        (lambda: [1, 2], "complete takes a rl.Prompt, got list"),
+    ],
+    ids=["unknown", "empty", "tools", "id", "list"],
+)
+def test_a_bad_completion_is_an_error(engine, prompt, said):
+    for call in (lambda: engine.complete(prompt()).result(), lambda: list(engine.completion_parts.stream(prompt()))):
+        with pytest.raises(bm.RemoteError, match=said) as raised:
+            call()
+        assert isinstance(raised.value.__cause__, bm.UsageError)
+    with pytest.raises(bm.UsageError, match="one of messages, text and ids, got none"):
+        rl.Prompt()
+
+
+def test_facts(engine):
+    assert {(fact.model, fact.vocab_size, fact.is_ready) for fact in engine.facts.all().result()} == {
+        ("ToyEngine", 16, True)
+    }
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -94,6 +154,7 @@ def test_prompts_may_be_columns_of_any_kind(engine, column):
         ({"stop_token_ids": ["a"]}, "stop_token_ids of Sampling takes token ids"),
         ({"seed": 0.5}, "seed of Sampling must be a whole number, got 0.5"),
         ({"n": 2, "temperature": 0}, "with temperature=0 all answers are equal"),
+        ({"extra": 3}, "extra of Sampling takes parameters by their names, got 3"),
         ({"min_tokens": 20}, "min_tokens of Sampling is 20, above max_tokens, 16"),
     ],
     ids=str,

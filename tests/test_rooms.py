@@ -42,6 +42,7 @@ ROOMS = {
     "__init__": "errors plan worker platform calls flow requests pool tracing watching groups registration",
     "compat": "errors",
     "rl": "plan __init__",
+    "serve": "rl __init__",
     "single_controller": "codec errors plan worker contract platform calls wire debugging output hosts roles "
     "worker_process backends lifecycle pool turns groups",
     "testing": "codec errors plan worker contract platform calls hosts worker_process backends pool groups "
@@ -56,7 +57,7 @@ PATH = ["errors", "plan", "codec", "worker", "roles", "contract", "wire", "worke
 PATH += ["registration", "__init__"]
 PLACES = ["platform", "backends", "hosts", "lifecycle", "pool"]
 FEATURES = ["flow", "requests", "answering", "callers", "turns", "tracing", "watching", "output", "debugging"]
-BESIDE = ["cli", "__main__", "testing", "single_controller", "compat", "rl"]
+BESIDE = ["cli", "__main__", "testing", "single_controller", "compat", "rl", "serve"]
 
 
 def imports_of(what):

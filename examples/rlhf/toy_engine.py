@@ -6,7 +6,9 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import addition
 import models
 import sampling as sampled
 import torch
@@ -18,7 +20,7 @@ from bandmaster import UsageError, rl
 
 __all__ = ["ToyEngine"]
 
-NOT_DONE = ("min_tokens", "top_p", "top_k", "min_p", "stop")  # what of `rl.Sampling` this engine does not do
+NOT_DONE = ("min_tokens", "top_p", "top_k", "min_p", "stop", "extra")  # what of `rl.Sampling` this engine does not do
 
 
 @dataclass(eq=False)
@@ -26,6 +28,33 @@ class Open:
     """An answer that is being made."""
 
     is_aborted: bool = False
+
+
+class SumsConversation(rl.Conversation):
+    """Chat messages one behind the other, each answer with the end sign: "47+85=231.4+5=".
+
+    Args:
+        tokenizer: Has a token for each character.
+    """
+
+    def __init__(self, tokenizer: addition.Tokenizer) -> None:
+        self._tokenizer, self.ends = tokenizer, (tokenizer.end,)
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], is_open: bool) -> rl.Rendering:
+        texts = [str(message.get("content", "")) for message in messages]
+        roles = [message["role"] for message in messages]
+        ends = [role == "assistant" and not text.endswith(".") for role, text in zip(roles, texts, strict=True)]
+        text = "".join(f"{text}." if is_cut else text for text, is_cut in zip(texts, ends, strict=True))
+        return rl.Rendering(self.encode(text, is_first=True), text)
+
+    def encode(self, text: str, is_first: bool) -> list[int]:
+        unknown = set(text).difference(addition.ALPHABET)
+        if unknown:
+            raise UsageError(f"the model knows {addition.ALPHABET!r} alone, got {min(unknown)!r}")
+        return self._tokenizer.encode(text).tolist() if text else []
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(torch.tensor(list(ids)))
 
 
 class ToyEngine(LanguageModel, rl.Engine):
@@ -140,6 +169,11 @@ class ToyEngine(LanguageModel, rl.Engine):
         known = None if sampling.logprobs is None else log_probs[:n]
         text = self.tokenizer.decode(torch.tensor(tokens))
         return rl.Answer(tokens, known, [self.version] * len(tokens), reason, text)
+
+    def conversation(self, prompt: rl.Prompt) -> rl.Conversation:
+        if prompt.tools or prompt.options:
+            raise UsageError("the toy engine has neither tools nor response formats; leave them out")
+        return SumsConversation(self.tokenizer)
 
     # --- control ---
 

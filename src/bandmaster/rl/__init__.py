@@ -17,6 +17,18 @@ from bandmaster.rl.checkpoints import load, save
 from bandmaster.rl.connect import Connectable, Connection, connect
 from bandmaster.rl.engine import HybridEngine
 from bandmaster.rl.engines.answers import Answer, padded
+from bandmaster.rl.engines.completions import (
+    Choice,
+    Completion,
+    CompletionPart,
+    Conversation,
+    EngineFacts,
+    Known,
+    Prompt,
+    PromptTooLong,
+    Reader,
+    Rendering,
+)
 from bandmaster.rl.engines.interface import Engine
 from bandmaster.rl.engines.sampling import Sampling
 from bandmaster.rl.engines.vllm import VLLM
@@ -32,13 +44,23 @@ __all__ = [
     "VLLM",
     "Answer",
     "Box",
+    "Choice",
+    "Completion",
+    "CompletionPart",
     "Connectable",
     "Connection",
+    "Conversation",
     "Engine",
+    "EngineFacts",
     "HoldsWeights",
     "HybridEngine",
+    "Known",
     "Layout",
     "Move",
+    "Prompt",
+    "PromptTooLong",
+    "Reader",
+    "Rendering",
     "Resharding",
     "Sampling",
     "WeightSync",

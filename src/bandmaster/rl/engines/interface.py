@@ -12,6 +12,16 @@ from typing import Any, TypeVar
 from bandmaster import Dispatch, UsageError, register, report
 from bandmaster.rl.engine_weights.target import CONTROL, PauseMode, TakesWeights
 from bandmaster.rl.engines.answers import Answer, columns_of, is_chat, prompts_of, seeds_of, token_ids
+from bandmaster.rl.engines.completions import (
+    Begun,
+    Completion,
+    CompletionPart,
+    Conversation,
+    EngineFacts,
+    Prompt,
+    PromptTooLong,
+    begin,
+)
 from bandmaster.rl.engines.sampling import Sampling
 
 CONCURRENCY = 256  # requests of one caller that a replica runs at a time; further ones wait in the caller
@@ -77,6 +87,19 @@ class Engine(TakesWeights, ABC):
             UsageError: The engine has no chat template.
         """
         raise UsageError(f"{type(self).__name__} has no chat template; give it token ids")
+
+    def conversation(self, prompt: Prompt) -> Conversation:
+        """Make the `Conversation` that renders a prompt of messages or a text, and reads its answers.
+
+        Raises:
+            UsageError: The engine has no tokenizer.
+        """
+        raise UsageError(f"{type(self).__name__} has no tokenizer; give it token ids")
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model, by which clients ask for it."""
+        return type(self).__name__
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Check that the engine can do what is asked for.
@@ -187,6 +210,56 @@ class Engine(TakesWeights, ABC):
             finally:
                 await parts.aclose()
 
+    # --- requests of servers: a prompt of messages or a text in, messages and the ids of the prompt out ---
+
+    @register(Dispatch.REQUEST, concurrency=CONCURRENCY, is_idempotent=True)
+    async def complete(self, prompt: Prompt, sampling: Sampling = Sampling()) -> Completion:  # noqa: B008  # frozen
+        """Answer a prompt, as `request` does, and return what a server needs to know of it.
+
+        Args:
+            prompt: Messages, a text or token ids.
+            sampling: How to choose tokens.
+
+        Returns:
+            The ids of the prompt, and ``sampling.n`` answers with the messages that they make.
+
+        Raises:
+            UsageError: Before the engine does anything: the prompt or the sampling is not valid.
+        """
+        begun, sampling = await self._begin(prompt, sampling)
+        version = self.version
+        with self._counted():
+            return begun.completion(await self.answers(begun.ids, sampling), version)
+
+    @register(Dispatch.REQUEST, concurrency=CONCURRENCY)
+    async def completion_parts(
+        self,
+        prompt: Prompt,
+        sampling: Sampling = Sampling(),  # noqa: B008  # frozen
+    ) -> AsyncGenerator[CompletionPart, None]:
+        """Yield the parts of the answers to a prompt as they come, the first one with the ids of the prompt.
+
+        Args:
+            prompt: Messages, a text or token ids.
+            sampling: How to choose tokens.
+
+        Raises:
+            UsageError: Before the engine does anything: the prompt or the sampling is not valid.
+        """
+        begun, sampling = await self._begin(prompt, sampling)
+        parts = self.increments(begun.ids, sampling)
+        with self._counted():
+            try:
+                async for part in parts:
+                    yield begun.part(part)
+            finally:
+                await parts.aclose()
+
+    @register(Dispatch.REQUEST, concurrency=CONTROL)
+    async def facts(self) -> EngineFacts:
+        """The facts about the engine that its clients need."""
+        return EngineFacts(self.model_name, self.max_model_len, self.vocab_size, self.version, self.is_ready)
+
     # --- control: requests, which reach an engine that is busy ---
 
     @register(Dispatch.REQUEST, concurrency=CONTROL)
@@ -244,6 +317,18 @@ class Engine(TakesWeights, ABC):
 
     # --- checks and load ---
 
+    async def _begin(self, prompt: Prompt, sampling: Sampling) -> tuple[Begun, Sampling]:
+        """A prompt that is about to be answered, and the sampling that it needs; both were checked."""
+        self.check_request()
+        if not isinstance(prompt, Prompt):
+            raise UsageError(f"complete takes a rl.Prompt, got {type(prompt).__name__}; request takes token ids")
+        self._check(sampling)
+        is_read = prompt.ids is None or prompt.wants_texts
+        conversation = self.conversation(prompt) if is_read else None
+        begun = await begin(prompt, conversation)
+        self._check_prompt(begun.ids, "the prompt")
+        return begun, sampling if conversation is None else conversation.adjusted(sampling)
+
     def _prompt(self, prompt: Any, sampling: Sampling) -> list[int]:
         """The token ids of the prompt of a request, which were checked, as was the sampling."""
         self.check_request()
@@ -259,10 +344,12 @@ class Engine(TakesWeights, ABC):
 
     def _check_prompt(self, prompt: Sequence[int], what: str) -> None:
         if len(prompt) >= self.max_model_len:
-            raise UsageError(
+            raise PromptTooLong(
                 f"{what} has {len(prompt)} tokens, but the engine takes {self.max_model_len} with the answer "
                 "(max_model_len); shorten the prompt"
             )
+        if not prompt:
+            raise UsageError(f"{what} is empty; give the model at least one token to begin with")
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
             wrong = next(token for token in prompt if not 0 <= token < self.vocab_size)
             raise UsageError(f"{what} has the token id {wrong}, but those of the model are 0 to {self.vocab_size - 1}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from bandmaster import UsageError
@@ -31,6 +31,8 @@ class Sampling:
         n: Answers to a prompt.
         logprobs: How many of the most probable tokens have their log-probabilities returned at each place, beside
             the chosen token, which always has; None for none at all.
+        extra: Further parameters of the engine's own by their names, such as ``{"repetition_penalty": 1.1}`` for
+            vLLM's ``SamplingParams``. An engine refuses those that it does not have.
 
     Raises:
         UsageError: A value is out of its range; the message names both.
@@ -55,6 +57,7 @@ class Sampling:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = 0
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         self._whole("max_tokens", least=1)
@@ -71,6 +74,8 @@ class Sampling:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         self._sequence("stop", stop, lambda text: isinstance(text, str) and text != "", "texts that are not empty")
         self._sequence("stop_token_ids", self.stop_token_ids, _is_whole, "token ids")
+        if not isinstance(self.extra, Mapping) or not all(isinstance(name, str) for name in self.extra):
+            raise UsageError(f"extra of Sampling takes parameters by their names, got {self.extra!r}")
         if self.min_tokens > self.max_tokens:
             raise UsageError(f"min_tokens of Sampling is {self.min_tokens}, above max_tokens, {self.max_tokens}")
         if self.n > 1 and self.temperature == 0:

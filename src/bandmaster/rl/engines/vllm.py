@@ -28,6 +28,7 @@ from bandmaster.rl.engine_weights.staged import StagedWeights
 from bandmaster.rl.engine_weights.target import EngineDied, PauseMode
 from bandmaster.rl.engines import vllm_start
 from bandmaster.rl.engines.answers import Answer
+from bandmaster.rl.engines.completions import Conversation, Prompt
 from bandmaster.rl.engines.interface import Engine
 from bandmaster.rl.engines.sampling import Sampling
 from bandmaster.rl.engines.vllm_checkpoint import checkpoint_weights, model_folder, some_at_a_time
@@ -38,6 +39,8 @@ from bandmaster.rl.layout import Spec
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
+
+    from bandmaster.rl.engines.vllm_chat import ChatFormat
 
 DEAD_LOAD = 1e9  # reported by a replica whose engine has died, so that requests go elsewhere
 
@@ -54,6 +57,9 @@ class VLLM(Engine):
     Args:
         model: A model's hub name or local path.
         seed: Of the random numbers of engines; replicas draw different ones from it.
+        tool_parser: The name of vLLM's parser for the model's tool calls, such as ``"hermes"``; see
+            `bandmaster.serve`. ``reasoning_parser`` is an option of ``EngineArgs``.
+        chat_template: A chat template instead of the tokenizer's.
         **options: The options of vLLM's ``EngineArgs``, such as ``dtype``, ``max_model_len``,
             ``kv_cache_memory_bytes``, ``gpu_memory_utilization``, ``enable_lora`` and ``enable_sleep_mode``.
 
@@ -69,7 +75,21 @@ class VLLM(Engine):
             (answer,) = rollout.request([1, 2, 3], rl.Sampling(temperature=0)).result()
     """
 
-    def __init__(self, model: str, *, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        seed: int = 0,
+        tool_parser: str | None = None,
+        chat_template: str | None = None,
+        **options: Any,
+    ) -> None:
+        self._chat: ChatFormat | None = None  # made when it is first needed
+        self._chat_options = {
+            "tool_parser": tool_parser,
+            "chat_template": chat_template,
+            "reasoning_parser": options.get("reasoning_parser"),
+        }
         self._replica = vllm_start.Replica.of(self)
         self._numbers = itertools.count()
         self._open: set[str] = set()  # the requests in the engine, by vLLM's names
@@ -438,6 +458,25 @@ class VLLM(Engine):
         """
         if sampling.stop and not self._is_text:
             raise UsageError(f"stop={sampling.stop!r} needs a tokenizer, which this engine has not; use stop_token_ids")
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model: a hub name, or the path as it was given."""
+        return str(self._config.model_config.model)
+
+    def conversation(self, prompt: Prompt) -> Conversation:
+        """Make a conversation that renders a prompt, and reads its answers, as vLLM's own server does.
+
+        Raises:
+            UsageError: The engine has no tokenizer.
+        """
+        if self._chat is None:
+            from bandmaster.rl.engines.vllm_chat import ChatFormat
+
+            if not self._is_text or self._engine is None:
+                raise UsageError("this engine has no tokenizer; give it token ids")
+            self._chat = ChatFormat(self._config, self._engine.renderer, **self._chat_options)
+        return self._chat.conversation(prompt)
 
     def chat_token_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The prompt that the chat template of the model's tokenizer makes of messages.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bandmaster import UsageError
 from bandmaster.rl.engines.answers import Answer
 from bandmaster.rl.engines.sampling import Sampling
 
@@ -19,25 +20,38 @@ def sampling_params(sampling: Sampling, is_text: bool) -> SamplingParams:
     Args:
         sampling: How to choose tokens.
         is_text: Whether answers are to have a text.
+
+    Raises:
+        UsageError: ``sampling.extra`` has what vLLM does not know, or refuses.
     """
     from vllm import SamplingParams
 
-    return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
-        seed=sampling.seed,
-        n=sampling.n,
-        logprobs=sampling.logprobs,
-        flat_logprobs=True,
-        detokenize=is_text,
-    )
+    values: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": sampling.min_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "seed": sampling.seed,
+        "n": sampling.n,
+        "logprobs": sampling.logprobs,
+        "flat_logprobs": True,
+        "detokenize": is_text,
+    }
+    unknown = [name for name in sampling.extra if name in values or name not in SamplingParams.__struct_fields__]
+    if unknown:
+        raise UsageError(
+            f"extra of Sampling has {unknown[0]!r}, which is a field of Sampling itself, or unknown to vLLM's "
+            "SamplingParams"
+        )
+    try:
+        return SamplingParams(**values, **sampling.extra)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"vLLM refuses the sampling: {error}") from error
 
 
 def answers_of(output: Any, sampling: Sampling, version: int, is_text: bool) -> list[Answer]:

@@ -1,0 +1,843 @@
+"""The OpenAI-compatible endpoint, by the official client and by sockets, over an engine whose answers are known."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+from by_value import sent_by_value
+
+import bandmaster as bm
+from bandmaster import Dispatch, register, rl
+from bandmaster.serve import Endpoint, Options, app, rows
+
+pytestmark = pytest.mark.backends("inprocess", "local")
+TESTS = Path(__file__).parent
+KEY = "the key"
+HELLO = [{"role": "user", "content": "hello there"}]
+COUNT = [{"role": "user", "content": "count"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+IDS = {"return_token_ids": True}
+DEADLINE_S = 60
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules():
+    with sent_by_value(TESTS, "byte_engine"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def engine(backend, modules):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        group = bm.WorkerGroup(pool, sys.modules["byte_engine"].ByteEngine)
+        group.facts.all().result()
+        group.metrics.all().result()
+        list(group.completion_parts.stream(rl.Prompt(text="a"), rl.Sampling(max_tokens=1)))
+        bm.WorkerGroup(pool, Given, group).close()  # the threads by which workers reach the group begin
+        yield group
+
+
+class Given(bm.Worker):
+    """A worker that was given a group."""
+
+    def __init__(self, group):
+        pass
+
+
+@pytest.fixture(scope="module")
+def shared(engine):
+    with (
+        Endpoint(engine, api_key=KEY, record=True, timeout=DEADLINE_S) as made,
+        client_of(made, default_headers={"Connection": "close"}) as client,
+    ):
+        client.models.list()
+        yield made, client
+
+
+@pytest.fixture
+def endpoint(shared):
+    shared[0].take()
+    return shared[0]
+
+
+@pytest.fixture
+def client(shared):
+    return shared[1]
+
+
+def client_of(endpoint, **options):
+    given = {"base_url": endpoint.url, "api_key": KEY, "max_retries": 0, "timeout": DEADLINE_S, **options}
+    return openai.OpenAI(**given)
+
+
+def chat(client, messages, **options):
+    return client.chat.completions.create(model="bytes", messages=messages, **options)
+
+
+def decode(ids):
+    return sys.modules["byte_engine"].decode(ids)
+
+
+def given_up(engine):
+    return sum(figures["n_given_up"] for figures in engine.metrics.all().result())
+
+
+def until(holds):
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)  # between looks at another process
+
+
+def get(endpoint, path, key=KEY):
+    request = urllib.request.Request(endpoint.url.removesuffix("/v1") + path)
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+# --- answers ---
+
+
+def test_a_chat_is_answered_with_usage(client):
+    response = chat(client, HELLO)
+    (choice,) = response.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "you said hello there")
+    assert choice.finish_reason == "stop" and choice.logprobs is None
+    assert response.usage.total_tokens == response.usage.prompt_tokens + response.usage.completion_tokens
+    assert response.usage.completion_tokens == 14 and response.model == "bytes"
+
+
+def test_a_stream_has_the_same_text_and_usage(client):
+    whole = chat(client, HELLO)
+    chunks = list(chat(client, HELLO, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "you said hello there"
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-2:] == [None, "stop"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_stream_comes_as_the_engine_makes_it(engine, client):
+    with chat(client, COUNT, stream=True) as stream:
+        engine.pause.all("keep").result()
+        next(stream)
+        engine.resume.all().result()
+
+
+def test_n_choices_and_limits(client):
+    response = chat(client, HELLO, n=3, max_tokens=2)
+    assert [choice.index for choice in response.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in response.choices} == {"you"}
+    assert {choice.finish_reason for choice in response.choices} == {"length"}
+    assert response.usage.completion_tokens == 6
+    chunks = list(chat(client, HELLO, n=3, max_completion_tokens=2, stream=True))
+    for index in range(3):
+        parts = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert "".join(part.delta.content or "" for part in parts) == "you"
+        assert parts[-1].finish_reason == "length"
+
+
+def test_a_stop_ends_the_answer_and_is_not_in_it(client):
+    for stop in (" there", ["never", " there"]):
+        (choice,) = chat(client, HELLO, stop=stop).choices
+        assert (choice.message.content, choice.finish_reason) == ("you said hello", "stop")
+
+
+def test_log_probs_of_tokens_and_their_rivals(client):
+    (choice,) = chat(client, HELLO, logprobs=True, top_logprobs=2, max_tokens=2).choices
+    first, second = choice.logprobs.content
+    assert (first.token, first.logprob, bytes(first.bytes)) == ("yo", -0.5, b"yo")
+    assert [(one.token, one.logprob) for one in first.top_logprobs] == [("yo", -0.5), ("B", -1.0)]
+    assert second.token == "u"
+    chunks = list(chat(client, HELLO, logprobs=True, max_tokens=2, stream=True))
+    assert [one.token for chunk in chunks for one in chunk.choices[0].logprobs.content] == ["yo", "u"]
+    completion = client.completions.create(model="bytes", prompt="ab", logprobs=1, max_tokens=3)
+    found = completion.choices[0].logprobs
+    assert found.tokens == ["ab", " ", "an"] and found.text_offset == [0, 2, 3]
+    assert found.token_logprobs == [-0.5] * 3 and list(found.top_logprobs[0]) == ["ab"]
+
+
+def test_completions_of_texts_and_of_token_ids(client):
+    create = client.completions.create
+    assert create(model="bytes", prompt="abc", max_tokens=100).choices[0].text == "abc and so on"
+    assert create(model="bytes", prompt="a" * 50).usage.completion_tokens == 16, "as many as OpenAI's default"
+    response = create(model="bytes", prompt=["abc", "xyz"], n=2, max_tokens=100, extra_body=IDS)
+    assert [choice.text for choice in response.choices] == ["abc and so on"] * 2 + ["xyz and so on"] * 2
+    assert [choice.index for choice in response.choices] == [0, 1, 2, 3]
+    assert response.prompt_token_ids == [list(b"abc"), list(b"xyz")]
+    ids = create(model="bytes", prompt=[97, 98, 99], max_tokens=100, extra_body=IDS)
+    assert ids.choices[0].text == "abc and so on" and ids.prompt_token_ids == [97, 98, 99]
+    assert decode(ids.choices[0].token_ids).startswith("abc and so on")
+    texts = {}
+    for chunk in create(model="bytes", prompt=["abc", [120], "xyz"][::2], max_tokens=100, stream=True):
+        texts[chunk.choices[0].index] = texts.get(chunk.choices[0].index, "") + chunk.choices[0].text
+    assert texts == {0: "abc and so on", 1: "xyz and so on"}
+
+
+def test_models(client, endpoint):
+    (model,) = client.models.list().data
+    assert model.id == endpoint.model == "bytes" and model.max_model_len == 4096
+    assert client.models.retrieve("bytes").id == "bytes"
+    with pytest.raises(openai.NotFoundError, match="this endpoint has 'bytes'"):
+        client.models.retrieve("gpt/5")
+
+
+# --- tools ---
+
+
+def call_text(name, **arguments):
+    return [{"role": "user", "content": f"use {name} {json.dumps(arguments)}"}]
+
+
+def test_a_tool_is_called_and_its_result_answered(client):
+    messages = call_text("add", a=2, b=3)
+    (choice,) = chat(client, messages, tools=[TOOL]).choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 2, "b": 3}
+    assert call.id
+    messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+    response = chat(client, messages, tools=[TOOL])
+    assert response.choices[0].message.content == "it is 5"
+    assert response.choices[0].finish_reason == "stop"
+
+
+def test_a_stream_has_the_same_tool_call(client):
+    with client.chat.completions.stream(model="bytes", messages=call_text("add", a=2, b=3), tools=[TOOL]) as stream:
+        n_parts = sum(event.type == "tool_calls.function.arguments.delta" for event in stream)
+        (choice,) = stream.get_final_completion().choices
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 2, "b": 3}
+    assert choice.finish_reason == "tool_calls" and n_parts > 2
+
+
+def test_without_a_call_the_text_is_the_content(client):
+    (choice,) = chat(client, HELLO, tools=[TOOL]).choices
+    assert choice.message.content == "you said hello there" and choice.finish_reason == "stop"
+    text = "".join(c.choices[0].delta.content or "" for c in chat(client, HELLO, tools=[TOOL], stream=True))
+    assert text == "you said hello there"
+
+
+# --- conversations: the tokens of a turn begin with all tokens of the turns before ---
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_turns_keep_the_tokens_that_were_sampled(client, is_stream):
+    messages, before = list(HELLO), []
+    for turn in range(4):
+        if is_stream:
+            chunks = list(chat(client, messages, stream=True, extra_body=IDS))
+            prompt = chunks[0].prompt_token_ids
+            answer = [token for chunk in chunks for token in chunk.choices[0].token_ids]
+            versions = [version for chunk in chunks for version in chunk.choices[0].versions]
+            content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        else:
+            response = chat(client, messages, extra_body=IDS)
+            prompt, answer = response.prompt_token_ids, response.choices[0].token_ids
+            versions, content = response.choices[0].versions, response.choices[0].message.content
+            assert response.usage.prompt_tokens_details.known_tokens == len(before)
+        assert prompt[: len(before)] == before
+        assert len(versions) == len(answer)
+        before = prompt + answer
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": f"more {turn}"}]
+    rendered = chat(client, [*messages, {"role": "user", "content": "new"}], extra_headers={"X-Session-ID": "other"})
+    assert rendered.usage.prompt_tokens > len(before), "the tokenizer would have cut the answers otherwise"
+
+
+def test_clients_may_change_what_does_not_matter(client):
+    messages = call_text("add", a=2, b=3)
+    first = chat(client, messages, tools=[TOOL], extra_body=IDS)
+    call = {"id": "renamed", "type": "function", "function": {"name": "add", "arguments": '{"b":3,  "a":2}'}}
+    messages += [
+        {"role": "assistant", "content": "", "tool_calls": [call], "name": "me"},
+        {"role": "tool", "tool_call_id": "renamed", "content": [{"type": "text", "text": "5"}]},
+    ]
+    second = chat(client, messages, tools=[TOOL], extra_body=IDS)
+    before = first.prompt_token_ids + first.choices[0].token_ids
+    assert second.prompt_token_ids[: len(before)] == before
+    assert second.choices[0].message.content == "it is 5"
+
+
+def test_a_changed_answer_is_rendered_anew(client, endpoint):
+    first = chat(client, HELLO, extra_body=IDS)
+    edited = [*HELLO, {"role": "assistant", "content": "I said nothing"}, {"role": "user", "content": "go on"}]
+    second = chat(client, edited, extra_body=IDS)
+    assert second.usage.prompt_tokens_details.known_tokens == 0
+    assert "I said nothing" in decode(second.prompt_token_ids)
+    assert first.choices[0].token_ids != second.choices[0].token_ids
+
+
+def test_an_answer_that_was_cut_goes_on_with_an_end(client):
+    first = chat(client, HELLO, max_tokens=3, extra_body=IDS)
+    content = first.choices[0].message.content
+    messages = [*HELLO, {"role": "assistant", "content": content}, {"role": "user", "content": "go on"}]
+    prompt = chat(client, messages, extra_body=IDS).prompt_token_ids
+    before = first.prompt_token_ids + first.choices[0].token_ids
+    assert prompt[: len(before)] == before
+    assert decode(prompt[len(before) :]) == ">\n<user:go on>\n<assistant:"
+
+
+def test_turns_of_a_session_go_to_one_replica(engine, endpoint):
+    def started():
+        return np.array([figures["n_started"] for figures in engine.metrics.all().result()])
+
+    for name in range(6):
+        with client_of(endpoint, default_headers={"X-Session-ID": f"session {name}"}) as client:
+            before = started()
+            for turn in range(5):
+                chat(client, [{"role": "user", "content": f"turn {turn}"}])
+            assert sorted(started() - before) == [0, 5]
+    before = started()
+    with client_of(endpoint) as client:
+        for turn in range(5):
+            chat(client, [{"role": "user", "content": f"turn {turn}"}], prompt_cache_key="by the body")
+    assert sorted(started() - before) == [0, 5]
+
+
+def test_forgotten_conversations_are_rendered_anew(engine):
+    with Endpoint(engine, max_session_tokens=200) as endpoint, client_of(endpoint) as client:
+        histories = []
+        for number in range(10):
+            messages = [{"role": "user", "content": f"conversation {number}"}]
+            messages += [chat(client, messages).choices[0].message, {"role": "user", "content": "go on"}]
+            histories.append(messages)
+        last = chat(client, histories[-1]).usage.prompt_tokens_details.known_tokens
+        first = chat(client, histories[0]).usage.prompt_tokens_details.known_tokens
+        assert first == 0 < last
+
+
+# --- episodes ---
+
+
+def test_a_session_is_one_episode_with_what_was_sampled(endpoint):
+    with client_of(endpoint, default_headers={"X-Session-ID": "a"}) as client:
+        messages = list(HELLO)
+        for turn in range(3):
+            answer = chat(client, messages).choices[0].message
+            messages += [answer, {"role": "user", "content": f"more {turn}"}]
+    assert endpoint.sessions() == ["a"]
+    (episode,) = endpoint.take("a")
+    assert (episode.session, episode.n_turns, episode.finish_reason) == ("a", 3, "stop")
+    said = decode(episode.tokens[episode.mask])
+    assert said == "you said hello there>you said more 0>you said more 1>"
+    assert set(episode.log_probs[episode.mask]) == {-0.5} and not episode.log_probs[~episode.mask].any()
+    assert set(episode.versions[episode.mask]) == {0} and set(episode.versions[~episode.mask]) == {-1}
+    assert endpoint.take("a") == endpoint.take() == endpoint.sessions() == []
+
+
+def test_several_answers_to_a_prompt_are_several_episodes(client, endpoint):
+    chat(client, HELLO, n=3)
+    episodes = endpoint.take()
+    assert [episode.n_turns for episode in episodes] == [1, 1, 1]
+    columns = rows(episodes)
+    assert columns["n_tokens"].tolist() == [14, 14, 14]
+    assert rl.padded(columns["tokens"], 64).shape == rl.padded(columns["mask"], 64).shape == (3, 64)
+    assert len({*columns["session"]}) == 1
+
+
+def test_conversations_without_a_session_are_told_apart(client, endpoint):
+    for content in ("one", "two"):
+        messages = [{"role": "user", "content": content}]
+        messages += [chat(client, messages).choices[0].message, {"role": "user", "content": "go on"}]
+        chat(client, messages)
+    assert [episode.n_turns for episode in endpoint.take()] == [2, 2]
+
+
+def test_a_callback_gets_each_turn_and_its_errors_do_no_harm(engine, caplog):
+    turns = []
+
+    def on_turn(turn):
+        turns.append(turn)
+        raise ValueError("the callback is wrong")
+
+    with Endpoint(engine, on_turn=on_turn) as endpoint, client_of(endpoint) as client:
+        chat(client, HELLO)
+        assert chat(client, HELLO, stream=True, max_tokens=2) is not None
+        until(lambda: len(turns) == 2)
+        with pytest.raises(bm.UsageError, match="record=True"):
+            endpoint.take()
+    assert decode(turns[0].answer) == "you said hello there>" and len(turns[1].answer) == 2
+    assert "the callback is wrong" in caplog.text
+
+
+def test_records_are_bounded_and_the_oldest_dropped(engine, caplog):
+    with Endpoint(engine, record=True, max_recorded_tokens=200) as endpoint, client_of(endpoint) as client:
+        for number in range(10):
+            chat(client, HELLO, extra_headers={"X-Session-ID": str(number)})
+        assert endpoint.sessions() == ["6", "7", "8", "9"]
+        assert "bandmaster_dropped_turns 6.0" in get(endpoint, "/metrics")[1]
+    assert "max_recorded_tokens=200" in caplog.text
+
+
+# --- who may, and what is wrong ---
+
+
+def test_a_wrong_key_is_refused_everywhere_but_for_health(endpoint):
+    for key in ("wrong", f"{KEY}y"):
+        with client_of(endpoint, api_key=key) as client:
+            with pytest.raises(openai.AuthenticationError, match="the API key is wrong") as raised:
+                chat(client, HELLO)
+            assert raised.value.code == "invalid_api_key"
+    request = post(BODY).replace(KEY.encode(), "ключ".encode())
+    assert answered(raw(endpoint, request))[0] == 401
+    assert get(endpoint, "/v1/models", key=None)[0] == 401
+    assert get(endpoint, "/metrics", key=None)[0] == 401
+    assert get(endpoint, "/health", key=None)[0] == 200
+
+
+def test_an_open_address_needs_a_key(engine):
+    for host in ("0.0.0.0", "::", "192.168.0.1", "example.org"):
+        with pytest.raises(bm.UsageError, match="there is no api_key"):
+            Endpoint(engine, host=host)
+    with Endpoint(engine, host="localhost") as endpoint, client_of(endpoint, api_key="any") as client:
+        assert chat(client, HELLO).choices
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "said"),
+    [
+        ({"messages": []}, "messages", "at least one message"),
+        ({"messages": "hello"}, "messages", "at least one message"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role", "got 'robot'"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "text alone"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls", "calls of functions"),
+        ({"temperature": -1}, "temperature", "a number of 0 or more, got -1"),
+        ({"temperature": "hot"}, "temperature", "got 'hot'"),
+        ({"top_p": 0}, "top_p", "above 0"),
+        ({"max_tokens": 0}, "max_tokens", "1 or more, got 0"),
+        ({"max_tokens": True}, "max_tokens", "got True"),
+        ({"n": 1000}, "n", "from 1 to 128"),
+        ({"n": 2, "temperature": 0}, "n", "all answers are equal"),
+        ({"stop": ""}, "stop", "not empty"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+        ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
+        ({"audio": {"voice": "alloy"}}, "audio", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools[0]", "a function with a name"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+            "tool_choice",
+            "names the function 'sub'",
+        ),
+        ({"frequency_penalty": 1.0}, None, "does not do frequency_penalty"),
+        ({"messages": [{"role": "user", "content": "a" * 5000}]}, "messages", "5019 tokens, but the engine takes 4096"),
+        ({"messages": [{"role": "function", "content": "a"}]}, None, "no role 'function'"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_a_bad_field_is_an_error_that_names_it(client, changes, param, said, is_stream):
+    body = {"messages": HELLO, **changes, **({"stream": True} if is_stream and param != "stream_options" else {})}
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.post("/chat/completions", body={"model": "bytes", **body}, cast_to=object)
+    assert said in raised.value.message
+    assert raised.value.param == param
+    assert raised.value.type == "invalid_request_error"
+    assert chat(client, HELLO).choices, "the next request is answered"
+
+
+def test_a_prompt_that_is_too_long_has_openais_code(client):
+    with pytest.raises(openai.BadRequestError) as raised:
+        chat(client, [{"role": "user", "content": "a" * 5000}])
+    assert raised.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [], [[]], [0.5], ["a", 1], {}, [10_000], [-1], "a" * 5000], ids=lambda p: str(p)[:9]
+)
+def test_a_bad_prompt_is_an_error(client, prompt):
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="bytes", prompt=prompt)
+
+
+def test_an_unknown_model_and_an_unknown_path_are_not_found(client, endpoint):
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5'; this endpoint has 'bytes'") as raised:
+        client.chat.completions.create(model="gpt-5", messages=HELLO)
+    assert raised.value.code == "model_not_found"
+    status, body = get(endpoint, "/v1/embeddings")
+    assert status == 404 and json.loads(body)["error"]["type"] == "invalid_request_error"
+    status, body = get(endpoint, "/v1/chat/completions")
+    assert status == 405 and "GET /v1/chat/completions" in json.loads(body)["error"]["message"]
+
+
+# --- sockets: what no client should send ---
+
+
+def raw(endpoint, data=b"", **options):
+    made = socket.create_connection(address(endpoint), timeout=DEADLINE_S)
+    made.sendall(data)
+    return made
+
+
+def address(endpoint):
+    host, _, port = endpoint.url.removeprefix("http://").removesuffix("/v1").rpartition(":")
+    return host, int(port)
+
+
+def post(body, *headers, path="/v1/chat/completions", key=KEY, length=None):
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = [f"POST {path} HTTP/1.1", "Host: here", f"Authorization: Bearer {key}", "Content-Type: application/json"]
+    head += [f"Content-Length: {len(body) if length is None else length}", *headers]
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + body
+
+
+def answered(connection):
+    """Status and JSON of a response."""
+    with connection, connection.makefile("rb") as file:
+        status = int(file.readline().split()[1])
+        n_bytes = 0
+        while (line := file.readline().strip()) != b"":
+            name, _, value = line.partition(b":")
+            if name.lower() == b"content-length":
+                n_bytes = int(value)
+        return status, json.loads(file.read(n_bytes))
+
+
+BODY = {"model": "bytes", "messages": HELLO}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'"a"', b"\xff\xfe", b"[" * 100_000, b'{"a": NaN}', b'{"n": 1e999}', b"1" * 10_000],
+    ids=lambda body: repr(body[:12]),
+)
+def test_a_body_that_is_not_an_object_is_an_error(endpoint, body):
+    status, found = answered(raw(endpoint, post(body)))
+    assert status == 400 and found["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_of_another_type_is_refused(endpoint):
+    request = post(BODY).replace(b"application/json", b"text/plain")
+    assert answered(raw(endpoint, request))[0] == 415
+
+
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["length", "chunks"])
+def test_a_body_that_is_too_long_is_refused(engine, is_chunked):
+    with Endpoint(engine, api_key=KEY, max_body_nbytes=1000) as endpoint:
+        body = json.dumps({"model": "bytes", "messages": [{"role": "user", "content": "a" * 3000}]}).encode()
+        request = post(body)
+        if is_chunked:
+            head, _, _ = post(b"").partition(b"Content-Length")
+            request = (
+                head + b"Transfer-Encoding: chunked\r\n\r\n" + f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
+            )
+        status, found = answered(raw(endpoint, request))
+        assert status == 413 and "longer than 1000 bytes" in found["error"]["message"]
+        with client_of(endpoint) as client:
+            assert chat(client, HELLO).choices
+            with pytest.raises(openai.APIStatusError) as raised:
+                chat(client, [{"role": "user", "content": "a" * 3000}])
+            assert raised.value.status_code == 413
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /v1/chat", post(b"", length=100)[:-1]], ids=["nothing", "head", "all but one"]
+)
+def test_a_client_that_sends_its_head_too_slowly_is_disconnected(engine, sent):
+    with Endpoint(engine, api_key=KEY, stall_timeout=0.2) as endpoint, raw(endpoint, sent) as connection:
+        assert connection.recv(100) == b"" if sent == b"" else closed(connection)
+
+
+def closed(connection):
+    try:
+        return connection.recv(100) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_client_that_sends_its_body_too_slowly_gets_an_error(engine):
+    with Endpoint(engine, api_key=KEY, stall_timeout=0.2) as endpoint:
+        status, found = answered(raw(endpoint, post(b'{"model"', length=1000)))
+        assert status == 408 and "0.2 s" in found["error"]["message"]
+
+
+def test_a_client_that_takes_no_answer_is_disconnected_and_its_request_given_up(engine):
+    before = given_up(engine)
+    with Endpoint(engine, api_key=KEY, stall_timeout=0.3) as endpoint:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect(address(endpoint))
+        with connection:
+            prompt = {"model": "bytes", "messages": COUNT, "stream": True, "return_token_ids": True, "n": 100}
+            connection.sendall(post(prompt))
+            until(lambda: given_up(engine) > before)
+        assert 'status="499"' in get(endpoint, "/metrics")[1]
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_hangs_up_has_its_request_given_up_at_once(engine, endpoint, is_stream):
+    before = given_up(engine)
+    started = sum(figures["n_started"] for figures in engine.metrics.all().result())
+    engine.pause.all("keep").result()
+    try:
+        connection = raw(endpoint, post({"model": "bytes", "messages": COUNT, "stream": is_stream}))
+        until(lambda: sum(figures["n_started"] for figures in engine.metrics.all().result()) > started)
+        connection.close()
+        until(lambda: given_up(engine) == before + 1)
+    finally:
+        engine.resume.all().result()
+    assert endpoint.take() == []
+
+
+def test_what_is_no_http_is_refused(endpoint, client):
+    with raw(endpoint, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 10 + b"\r\n\r\n") as connection:
+        assert b"400" in connection.recv(1000)
+    with raw(endpoint) as connection:
+        connection.sendall(b"GET /" + b"a" * 200_000)  # it is refused before its end
+        assert b"400" in connection.recv(1000)
+    assert chat(client, HELLO).choices
+
+
+# --- limits ---
+
+
+def test_more_requests_than_there_are_places_for_are_told_to_come_later(engine):
+    engine.pause.all("keep").result()
+    try:
+        with Endpoint(engine, api_key=KEY, max_open=2) as endpoint:
+            held = [raw(endpoint, post(BODY)) for _ in range(2)]
+            until(lambda: "bandmaster_open_requests 2.0" in get(endpoint, "/metrics")[1])
+            with (
+                client_of(endpoint) as client,
+                pytest.raises(openai.RateLimitError, match="2 requests are open") as raised,
+            ):
+                chat(client, HELLO)
+            assert raised.value.response.headers["retry-after"] == "1"
+            engine.resume.all().result()
+            assert [answered(connection)[0] for connection in held] == [200, 200]
+            with client_of(endpoint) as client:
+                assert chat(client, HELLO).choices
+    finally:
+        engine.resume.all().result()
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_a_request_that_takes_too_long_is_given_up(engine, is_stream):
+    before = given_up(engine)
+    engine.pause.all("keep").result()
+    try:
+        with Endpoint(engine, timeout=0.3) as endpoint, client_of(endpoint) as client:
+            with pytest.raises(openai.APIStatusError, match=r"not answered within 0\.3 s") as raised:
+                chat(client, COUNT, stream=is_stream)
+            assert raised.value.status_code == 504
+            until(lambda: given_up(engine) == before + 1)
+    finally:
+        engine.resume.all().result()
+
+
+def test_a_stream_that_takes_too_long_ends_with_an_error(engine):
+    with Endpoint(engine, timeout=1.0) as endpoint, client_of(endpoint) as client:
+        stream = chat(client, COUNT, stream=True)
+        next(stream)
+        engine.pause.all("keep").result()
+        try:
+            with pytest.raises(openai.APIError, match="not answered within 1 s"):
+                for _ in stream:
+                    pass
+        finally:
+            engine.resume.all().result()
+
+
+# --- health, and the end ---
+
+
+def states(endpoint):
+    return [one["state"] for one in json.loads(get(endpoint, "/health")[1])["replicas"]]
+
+
+def test_health_and_metrics_tell_of_replicas(engine, endpoint, client):
+    chat(client, HELLO)
+    assert get(endpoint, "/health")[0] == 200 and states(endpoint) == ["ok", "ok"]
+    engine.pause.all("keep").result()
+    try:
+        assert states(endpoint) == ["paused", "paused"]
+    finally:
+        engine.resume.all().result()
+    with Endpoint(engine, api_key=KEY) as other:
+        with client_of(other) as client:
+            chat(client, HELLO)
+        text = get(other, "/metrics")[1]
+    for line in (
+        'bandmaster_requests_total{route="chat",status="200"} 1.0',
+        "bandmaster_answer_tokens_total 14.0",
+        'bandmaster_replica_up{replica="1"} 1.0',
+        'engine_n_running{replica="0"} 0.0',
+    ):
+        assert line in text
+
+
+@pytest.mark.backends("local")
+def test_a_replica_that_dies_is_reported_and_the_other_one_answers(backend, modules):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        engine = bm.WorkerGroup(pool, sys.modules["byte_engine"].ByteEngine)
+        with Endpoint(engine) as endpoint, client_of(endpoint) as client:
+            for name in range(4):
+                chat(client, HELLO, extra_headers={"X-Session-ID": str(name)})
+            os.kill(engine.workers[0].pid, signal.SIGKILL)
+            until(
+                lambda: [one["state"] for one in json.loads(get(endpoint, "/health")[1])["replicas"]] == ["dead", "ok"]
+            )
+            for name in range(4):
+                assert chat(client, HELLO, extra_headers={"X-Session-ID": str(name)}).choices
+            os.kill(engine.workers[1].pid, signal.SIGKILL)
+            until(lambda: get(endpoint, "/health")[0] == 503)
+            for is_stream in (False, True):
+                with pytest.raises(openai.InternalServerError) as raised:
+                    chat(client, HELLO, stream=is_stream)
+                assert raised.value.status_code == 503
+            assert 'bandmaster_replica_up{replica="0"} 0.0' in get(endpoint, "/metrics")[1]
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.backends("local")
+def test_a_request_whose_replica_dies_goes_to_the_other_one(backend, modules, is_stream):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        engine = bm.WorkerGroup(pool, sys.modules["byte_engine"].ByteEngine)
+        engine.pause.all("keep").result()
+        with Endpoint(engine) as endpoint:
+            connection = raw(endpoint, post({**BODY, "stream": is_stream}))
+            until(lambda: any(figures["n_started"] for figures in engine.metrics.all().result()))
+            busy = [figures["n_started"] for figures in engine.metrics.all().result()].index(1)
+            os.kill(engine.workers[busy].pid, signal.SIGKILL)
+            engine.resume.options(replica=1 - busy)().result()
+            with connection, connection.makefile("rb") as file:
+                assert b"200" in file.readline()
+
+
+def test_close_ends_open_requests_and_is_not_repeated(engine, monkeypatch):
+    monkeypatch.setattr("bandmaster.serve.endpoint.GRACE_S", 0)
+    before = given_up(engine)
+    engine.pause.all("keep").result()
+    try:
+        endpoint = Endpoint(engine, api_key=KEY)
+        connection = raw(endpoint, post(BODY))
+        until(lambda: "bandmaster_open_requests 1.0" in get(endpoint, "/metrics")[1])
+        endpoint.close()
+        endpoint.close()
+        assert answered(connection)[0] == 503
+        until(lambda: given_up(engine) == before + 1)
+        assert "closed" in repr(endpoint)
+        with pytest.raises(ConnectionRefusedError):
+            raw(endpoint)
+    finally:
+        engine.resume.all().result()
+
+
+class Agent(bm.Worker):
+    """An agent whose worker has the group, and an endpoint of its own."""
+
+    def __init__(self, rollout):
+        self.endpoint = Endpoint(rollout, record=True)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def talk(self):
+        with openai.OpenAI(base_url=self.endpoint.url, api_key="any") as client:
+            answer = client.chat.completions.create(model="bytes", messages=HELLO).choices[0].message.content
+        return answer, len(self.endpoint.take())
+
+    @register(Dispatch.ONE_TO_ALL)
+    def end(self):
+        self.endpoint.close()
+
+
+def test_a_worker_that_was_given_the_group_can_serve_it(engine, make_group):
+    agents = make_group(2, Agent, engine)
+    assert agents.talk() == [("you said hello there", 1)] * 2
+    agents.end()
+
+
+def test_an_application_runs_under_another_server(engine):
+    from starlette.testclient import TestClient
+
+    with TestClient(app(engine, api_key=KEY)) as client:
+        head = {"Authorization": f"Bearer {KEY}"}
+        response = client.post("/v1/chat/completions", json=BODY, headers=head)
+        assert response.json()["choices"][0]["message"]["content"] == "you said hello there"
+
+
+PROGRAM = """
+import sys
+import bandmaster as bm
+from bandmaster.serve import Endpoint
+from byte_engine import ByteEngine
+
+if __name__ == "__main__":
+    pool = bm.ResourcePool([1], backend="local")
+    endpoint = Endpoint(bm.WorkerGroup(pool, ByteEngine))
+    print(endpoint.url, flush=True)
+"""
+
+
+@pytest.mark.backends("local")
+def test_a_program_that_ends_ends_its_endpoint(backend, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, env=environment, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0 and done.stderr == "" and done.stdout.startswith("http://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"api_key": ""}, "api_key of an endpoint is empty"),
+        ({"max_open": 0}, "max_open of an endpoint must be a whole number of 1 or more, got 0"),
+        ({"timeout": -1}, "timeout of an endpoint must be a positive number of seconds, got -1"),
+        ({"defaults": 3}, r"must be a rl\.Sampling, got 3"),
+        ({"on_turn": 3}, "on_turn of an endpoint must be a function"),
+    ],
+    ids=str,
+)
+def test_options_are_checked_where_they_are_made(options, said):
+    with pytest.raises(bm.UsageError, match=said):
+        Options(**options)
+    assert KEY not in repr(Options(api_key=KEY))
+
+
+def test_a_port_that_is_taken_and_a_group_of_no_engines_are_errors(engine, make_group):
+    with Endpoint(engine) as endpoint, pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1:"):
+        Endpoint(engine, port=address(endpoint)[1])
+    with pytest.raises(bm.UsageError, match=r"needs a group of rl\.Engine.*no method 'complete'"):
+        Endpoint(make_group(1, bm.Worker))
+
+
+def test_many_agents_at_a_time(endpoint, engine):
+    async def agent(client, number):
+        messages = [{"role": "user", "content": f"agent {number}"}]
+        for turn in range(3):
+            response = await client.chat.completions.create(
+                model="bytes", messages=messages, extra_headers={"X-Session-ID": f"agent {number}"}
+            )
+            content = response.choices[0].message.content
+            assert content == f"you said agent {number}" if turn == 0 else f"you said {number}.{turn - 1}"
+            messages += [response.choices[0].message, {"role": "user", "content": f"{number}.{turn}"}]
+
+    async def main():
+        async with openai.AsyncOpenAI(base_url=endpoint.url, api_key=KEY, max_retries=0) as client:
+            await asyncio.gather(*[agent(client, number) for number in range(50)])
+
+    asyncio.run(main())
+    episodes = endpoint.take()
+    assert len(episodes) == 50 and {episode.n_turns for episode in episodes} == {3}
