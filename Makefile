@@ -97,10 +97,17 @@ test-verl-fast:
 # vLLM's own code built for CPUs, in an environment of its own: 3.5 GB. torchvision, torchaudio and torchcodec of the
 # registry are built for CUDA, and break its import where there is none; models of text do not need them.
 VLLM := .vllm
+AGENTS := .agents
 VLLM_PIP = $(VLLM)/bin/python -m pip --quiet --disable-pip-version-check
 
-test-vllm: $(VLLM)/.ready  ## rl.VLLM against a real vLLM on CPUs; TEST_OPTIONS='-k stream' chooses tests
+test-vllm: $(VLLM)/.ready $(AGENTS)/.ready  ## rl.VLLM against a real vLLM on CPUs; TEST_OPTIONS='-k stream' chooses tests
 	$(VLLM)/bin/python -m pytest tests/vllm $(TEST_OPTIONS)
+
+# A framework for agents, which calls the endpoint as it stands, in an environment of its own.
+$(AGENTS)/.ready: tests/vllm/requirements-agents.txt
+	$(PYTHON) -m venv $(AGENTS)
+	$(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	touch $@
 
 $(VLLM)/.ready: pyproject.toml constraints.txt tests/vllm/requirements.txt benchmarks/requirements-torch.txt
 	$(PYTHON) -m venv $(VLLM)
@@ -120,8 +127,9 @@ bench-requests: $(VENV)/.dev  ## requests to single replicas, many at a time, an
 	$(BIN)/python benchmarks/many_requests.py $(BENCH_OPTIONS)
 	$(BIN)/python benchmarks/requests_under_load.py $(BENCH_OPTIONS)
 
-bench-engines: $(VLLM)/.ready  ## what batches and requests cost beside the same vLLM engine called directly
+bench-engines: $(VLLM)/.ready  ## what batches, requests and the endpoint cost beside vLLM itself
 	HF_HUB_OFFLINE=1 $(VLLM)/bin/python benchmarks/engines.py $(BENCH_OPTIONS)
+	HF_HUB_OFFLINE=1 $(VLLM)/bin/python benchmarks/serve.py $(BENCH_OPTIONS)
 
 bench-hosts: $(VENV)/.dev  ## calls and rows to ranks on other hosts, which are namespaces; needs root, else it says so
 	$(BIN)/python benchmarks/hosts.py $(BENCH_OPTIONS)
@@ -161,7 +169,7 @@ $(DOCS)/.ready: constraints.txt tools/requirements-docs.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VERL) $(DIST_TOOLS) $(DOCS) site build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VERL) $(AGENTS) $(DIST_TOOLS) $(DOCS) site build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

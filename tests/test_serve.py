@@ -599,6 +599,19 @@ def test_a_client_that_hangs_up_has_its_request_given_up_at_once(engine, endpoin
     assert endpoint.take() == []
 
 
+def test_a_request_may_take_longer_than_its_head(engine):
+    engine.pause.all("keep").result()
+    try:
+        with Endpoint(engine, api_key=KEY, stall_timeout=0.3) as endpoint:
+            connection = raw(endpoint, post(BODY, "X-Forwarded-For: 10.0.0.1"))
+            with raw(endpoint) as other:
+                assert other.recv(1) == b"", "by now, a connection without a request was closed"
+            engine.resume.all().result()
+            assert answered(connection)[0] == 200
+    finally:
+        engine.resume.all().result()
+
+
 def test_what_is_no_http_is_refused(endpoint, client):
     with raw(endpoint, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 10 + b"\r\n\r\n") as connection:
         assert b"400" in connection.recv(1000)
@@ -797,6 +810,46 @@ def test_a_program_that_ends_ends_its_endpoint(backend, tmp_path):
         [sys.executable, str(program)], capture_output=True, text=True, env=environment, timeout=DEADLINE_S
     )
     assert done.returncode == 0 and done.stderr == "" and done.stdout.startswith("http://127.0.0.1:")
+
+
+RLHF = TESTS.parent / "examples" / "rlhf"
+
+
+@pytest.mark.backends("local")
+def test_an_episode_has_the_log_probs_of_the_model_that_a_trainer_computes(backend):
+    with sent_by_value(RLHF, "toy_engine"), bm.ResourcePool([1], backend=backend) as pool:
+        import models
+        import torch
+
+        engine = bm.WorkerGroup(pool, sys.modules["toy_engine"].ToyEngine, mesh=bm.Mesh(dp=1, tp=1))
+        with Endpoint(engine, model="sums", record=True) as endpoint, client_of(endpoint) as client:
+            messages = [{"role": "user", "content": "47+85="}]
+            for seed in range(3):
+                response = client.chat.completions.create(model="sums", messages=messages, seed=seed, max_tokens=6)
+                messages += [response.choices[0].message, {"role": "user", "content": "1+2="}]
+            (episode,) = endpoint.take()
+        assert episode.n_turns == 3
+        tokens = torch.from_numpy(rows([episode])["tokens"][0])[None]
+        with torch.no_grad():
+            logits = models.language_model(None, 0)(tokens[:, :-1]).logits[0].log_softmax(-1)
+        expected = logits.gather(1, tokens[0, 1:, None])[:, 0].numpy()
+        assert np.allclose(episode.log_probs[1:][episode.mask[1:]], expected[episode.mask[1:]], atol=1e-5)
+
+
+@pytest.mark.backends("inprocess")
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--help"], 0, "--tool-parser"),
+        (["model", "--replicas", "0"], 2, "must be 1 or more, got 0"),
+        (["model", "--engine", "dtype"], 2, "takes NAME=VALUE, got 'dtype'"),
+    ],
+    ids=["help", "replicas", "engine"],
+)
+def test_the_command_line(backend, arguments, status, said):
+    command = [sys.executable, "-m", "bandmaster.serve", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == status and said in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

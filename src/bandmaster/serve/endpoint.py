@@ -152,6 +152,7 @@ def _server(service: Service, host: str, port: int) -> tuple[_Server, socket.soc
         lifespan="off",  # _serve starts the service, whose errors uvicorn would only log
         log_config=None,
         access_log=False,
+        proxy_headers=False,  # which would change the addresses by which connections are known
         server_header=False,
         timeout_graceful_shutdown=GRACE_S + 5,  # by then, the service has given up what was open
     )
