@@ -83,7 +83,7 @@ def figure(engine, name):
 
 def test_a_tool_call_and_the_answer_to_its_result(client, endpoint):
     messages = question()
-    first = chat(client, messages, tools=tools(), extra_body=IDS)
+    first = chat(client, messages, tools=tools(), max_tokens=None, extra_body=IDS)  # the rest of the context
     (call,) = first.choices[0].message.tool_calls
     assert first.choices[0].finish_reason == "tool_calls"
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2, "b": 3})
@@ -115,7 +115,9 @@ def test_a_stream_has_the_same_tool_call(client):
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}], ids=str)
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
 def test_a_call_that_is_required_is_made_whatever_the_model_would_say(client, choice, is_stream):
-    options = {"tools": tools(), "tool_choice": choice, "temperature": 1.0, "seed": 5, "max_tokens": 200}
+    (tool,) = tools()
+    strict = {**tool, "function": {**tool["function"], "strict": True}}  # else vLLM takes any JSON as arguments
+    options = {"tools": [strict], "tool_choice": choice, "temperature": 1.0, "seed": 5, "max_tokens": 200}
     messages = [{"role": "user", "content": "nothing that it has learnt"}]
     if is_stream:
         with client.chat.completions.stream(model="tiny", messages=messages, **options) as stream:
@@ -143,7 +145,7 @@ def test_a_response_format_constrains_the_answer(client):
 
 
 def test_the_answer_is_that_of_a_request_with_the_same_ids(client, engine):
-    response = chat(client, question(), max_tokens=8, logprobs=True, top_logprobs=3, extra_body=IDS)
+    response = chat(client, question(), tools=tools(), max_tokens=8, logprobs=True, top_logprobs=3, extra_body=IDS)
     (answer,) = engine.request(response.prompt_token_ids, rl.Sampling(max_tokens=8, temperature=0, logprobs=3)).result()
     assert response.choices[0].token_ids == answer.tokens
     found = response.choices[0].logprobs.content
