@@ -1,9 +1,10 @@
 """An engine whose answers follow from the conversation, so that tests know them: bytes as tokens, a chat template with
 end tokens, and tool calls in a notation of its own.
 
-It says "you said X" to a message X; calls the first tool for a message "use NAME {...}"; repeats what a tool returned;
-and counts for as long as it may for a message "count". It writes each word with tokens of two bytes where it can, which
-its tokenizer never does: rendered again, an answer has other tokens than those that the engine chose.
+It says "you said X" to a message X; calls the first tool for a message "use NAME {...}", and one called "twice" two
+times; repeats what a tool returned; and counts for as long as it may for a message "count". It writes each word with
+tokens of two bytes where it can, which its tokenizer never does: rendered again, an answer has other tokens than those
+that the engine chose.
 """
 
 import asyncio
@@ -51,15 +52,22 @@ def decode(ids):
 
 
 class ByteConversation(rl.Conversation):
-    ends = (END,)
+    """A conversation.
 
-    def __init__(self, prompt):
-        self.prompt = prompt
+    Args:
+        prompt: The prompt.
+        has_ends: Whether the template ends messages with a token, or else with a character.
+        has_text: Whether renderings have a text.
+    """
+
+    def __init__(self, prompt, has_ends, has_text):
+        self.prompt, self.has_text = prompt, has_text
+        self.ends = (END,) if has_ends else ()
 
     async def render(self, messages, is_open):
-        ids = []
+        ids, end = [], list(self.ends) or encode(">")
         for tool in self.prompt.tools:
-            ids += [BEGIN, *encode(f"tool {tool['function']['name']}"), END]
+            ids += [BEGIN, *encode(f"tool {tool['function']['name']}"), *end]
         for message in messages:
             if message["role"] not in ROLES:
                 raise UsageError(f"the template has no role {message['role']!r}")
@@ -67,11 +75,12 @@ class ByteConversation(rl.Conversation):
                 f"call {call['function']['name']} {call['function']['arguments']}"
                 for call in message.get("tool_calls", ())
             )
-            ids += [BEGIN, *encode(f"{message['role']}:{message.get('content') or ''}{calls}"), END, *encode("\n")]
-        return rl.Rendering([*ids, BEGIN, *encode("assistant:")] if is_open else ids)
+            ids += [BEGIN, *encode(f"{message['role']}:{message.get('content') or ''}{calls}"), *end, *encode("\n")]
+        ids += [BEGIN, *encode("assistant:")] if is_open else []
+        return rl.Rendering(ids, decode(ids) if self.has_text else None)
 
     def encode(self, text, is_first):
-        return encode(text)
+        return [BEGIN if byte == ord("<") else byte for byte in encode(text)]
 
     def decode(self, ids):
         return decode(ids)
@@ -105,17 +114,20 @@ class CallReader(rl.Reader):
         name, arguments = found.groups()
         if self.sent is None:
             self.sent = arguments
+            self.indices = (0, 1) if name == "twice" else (0,)
             head = {"id": "call-1", "type": "function", "function": {"name": name, "arguments": arguments}}
-            return {"tool_calls": [{"index": 0, **head}]}
+            return {"tool_calls": [{"index": index, **head} for index in self.indices]}
         new, self.sent = arguments[len(self.sent) :], arguments
-        return {"tool_calls": [{"index": 0, "function": {"arguments": new}}]} if new else None
+        parts = [{"index": index, "function": {"arguments": new}} for index in self.indices]
+        return {"tool_calls": parts} if new else None
 
     def message(self, answer):
         found = re.fullmatch(r"call (\w+) (.*)", answer.text, re.DOTALL)
         if found is None:
             return {"content": answer.text}
         call = {"name": found[1], "arguments": found[2]}
-        return {"content": None, "tool_calls": [{"id": None, "type": "function", "function": call}]}
+        calls = [{"id": None, "type": "function", "function": call}]
+        return {"content": None, "tool_calls": calls * 2 if call["name"] == "twice" else calls}
 
 
 def reply_to(text):
@@ -137,12 +149,15 @@ class ByteEngine(rl.Engine):
     Args:
         max_model_len: Most tokens of a prompt with its answer.
         name: The name of the model.
+        has_ends: As for `ByteConversation`.
+        has_text: As for `ByteConversation`.
     """
 
     vocab_size = PAIRS + 26 * 26
 
-    def __init__(self, max_model_len=4096, name="bytes"):
+    def __init__(self, max_model_len=4096, name="bytes", has_ends=True, has_text=False):
         self.max_model_len, self.name = max_model_len, name
+        self.template = has_ends, has_text
         self.held, self.go = False, asyncio.Event()
         self.n_started = self.n_ended = self.n_given_up = 0
         self.prompts = []
@@ -152,7 +167,7 @@ class ByteEngine(rl.Engine):
         return self.name
 
     def conversation(self, prompt):
-        return ByteConversation(prompt)
+        return ByteConversation(prompt, *self.template)
 
     def check_sampling(self, sampling):
         if sampling.extra:

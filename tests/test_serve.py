@@ -229,6 +229,28 @@ def test_a_stream_has_the_same_tool_call(client):
     assert choice.finish_reason == "tool_calls" and n_parts > 2
 
 
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_wants_one_call_at_a_time_gets_one_and_goes_on(client, is_stream):
+    tool = {"type": "function", "function": {"name": "twice", "parameters": {}}}
+    messages = call_text("twice", a=2)
+    both = chat(client, messages, tools=[tool])
+    assert len(both.choices[0].message.tool_calls) == 2
+    given = {"model": "bytes", "tools": [tool], "parallel_tool_calls": False, "extra_body": IDS}
+    if is_stream:
+        with client.chat.completions.stream(messages=messages, **given) as stream:
+            list(stream)
+            first = stream.get_final_completion()
+    else:
+        first = client.chat.completions.create(messages=messages, **given)
+    (call,) = first.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"a": 2}
+    answer = {"role": "assistant", "tool_calls": [call.model_dump(exclude={"function": {"parsed_arguments"}})]}
+    messages += [answer, {"role": "tool", "tool_call_id": call.id, "content": "4"}]
+    second = client.chat.completions.create(messages=messages, **given)
+    assert second.usage.prompt_tokens_details.known_tokens > 0
+    assert second.choices[0].message.content == "it is 4"
+
+
 def test_without_a_call_the_text_is_the_content(client):
     (choice,) = chat(client, HELLO, tools=[TOOL]).choices
     assert choice.message.content == "you said hello there" and choice.finish_reason == "stop"
@@ -260,6 +282,25 @@ def test_turns_keep_the_tokens_that_were_sampled(client, is_stream):
         messages += [{"role": "assistant", "content": content}, {"role": "user", "content": f"more {turn}"}]
     rendered = chat(client, [*messages, {"role": "user", "content": "new"}], extra_headers={"X-Session-ID": "other"})
     assert rendered.usage.prompt_tokens > len(before), "the tokenizer would have cut the answers otherwise"
+
+
+@pytest.mark.parametrize("has_text", [True, False], ids=["mark", "hidden"])
+@pytest.mark.backends("inprocess")
+def test_templates_without_end_tokens(backend, modules, has_text):
+    with bm.ResourcePool([1], backend=backend) as pool:
+        engine = bm.WorkerGroup(pool, sys.modules["byte_engine"].ByteEngine, has_ends=False, has_text=has_text)
+        with Endpoint(engine, record=True) as endpoint, client_of(endpoint) as client:
+            messages, before = list(HELLO), []
+            for turn in range(3):
+                response = chat(client, messages, extra_body=IDS)
+                answer = response.choices[0].message
+                assert answer.content == (f"you said more {turn - 1}" if turn else "you said hello there")
+                assert (response.prompt_token_ids[: len(before)] == before) == (has_text or not turn)
+                before = response.prompt_token_ids + response.choices[0].token_ids
+                messages += [answer, {"role": "user", "content": f"more {turn}"}]
+            assert [episode.n_turns for episode in endpoint.take()] == ([3] if has_text else [1, 1, 1])
+            n = 0 if has_text else 2
+            assert f"bandmaster_rerendered_turns_total {n}.0" in get(endpoint, "/metrics")[1]
 
 
 def test_clients_may_change_what_does_not_matter(client):

@@ -150,7 +150,7 @@ class Service:
                 same.append(part)
                 made = form.part(part, number * asked.sampling.n, of_prompt)
                 if part.answer.finish_reason is not None:
-                    message = joined_message([one.delta for one in same if one.delta])
+                    message = form.message(joined_message([one.delta for one in same if one.delta]))
                     self._ended(begun, prompt, ids, Answer.joined([one.answer for one in same]), message)
                 if made is not None:
                     yield made
