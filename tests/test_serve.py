@@ -877,6 +877,14 @@ def test_an_episode_has_the_log_probs_of_the_model_that_a_trainer_computes(backe
         assert np.allclose(episode.log_probs[1:][episode.mask[1:]], expected[episode.mask[1:]], atol=1e-5)
 
 
+@pytest.mark.backends("local")
+def test_the_example_trains_on_what_agents_said_and_their_next_words_are_of_the_new_weights(backend):
+    with sent_by_value(RLHF, "openai_agents"):
+        found = sys.modules["openai_agents"].train(steps=2, n_problems=2, n_samples=2)
+    assert [metrics["versions"] for metrics in found] == [[0], [1]]
+    assert all(0 <= metrics["reward"] <= 1 and np.isfinite(metrics["loss"]) for metrics in found)
+
+
 @pytest.mark.backends("inprocess")
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
