@@ -572,6 +572,12 @@ def test_a_body_of_another_type_is_refused(endpoint):
     assert answered(raw(endpoint, request))[0] == 415
 
 
+def test_a_long_body_is_read(client):
+    with pytest.raises(openai.BadRequestError) as raised:
+        chat(client, [{"role": "user", "content": "a" * 3_000_000}])
+    assert raised.value.code == "context_length_exceeded"
+
+
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["length", "chunks"])
 def test_a_body_that_is_too_long_is_refused(engine, is_chunked):
     with Endpoint(engine, api_key=KEY, max_body_nbytes=1000) as endpoint:
@@ -659,6 +665,9 @@ def test_what_is_no_http_is_refused(endpoint, client):
     with raw(endpoint) as connection:
         connection.sendall(b"GET /" + b"a" * 200_000)  # it is refused before its end
         assert b"400" in connection.recv(1000)
+    with raw(endpoint) as connection, pytest.raises(OSError, match=r"reset|Broken pipe"):  # rather than a timeout
+        for _ in range(1000):
+            connection.sendall(b"a" * 100_000)
     assert chat(client, HELLO).choices
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -250,6 +251,15 @@ def test_a_client_that_hangs_up_has_its_request_aborted(engine, endpoint):
     while figure(engine, "n_running"):
         assert time.monotonic() < deadline
     assert endpoint.take() == []
+
+
+def test_a_head_without_an_end_is_cut_off(endpoint):
+    host, port = endpoint.url.removeprefix("http://").removesuffix("/v1").split(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        with pytest.raises(OSError, match=r"reset|Broken pipe"):  # rather than a timeout
+            for number in range(4096):
+                connection.sendall(b"X-%d: " % number + b"a" * 8000 + b"\r\n")
 
 
 def test_metrics_have_those_of_the_engines(endpoint):

@@ -16,6 +16,7 @@ from bandmaster.serve.options import Options
 
 T = TypeVar("T")
 Client = tuple[str, int]
+MOST_HEAD = 1 << 20  # bytes that may come before a request has begun: its head, and what is read along with that
 READ_ON = 4  # times the most bytes of a body are read, and dropped, so that its client gets to read the refusal
 
 
@@ -144,7 +145,8 @@ async def _hang_up(receive: Receive) -> None:
 class Connections:
     """The connections of a server: closes those that do not send a request in time, and those that take no answer.
 
-    uvicorn waits for a request without limit, and closes a connection only when what it has written was taken.
+    uvicorn waits for a request without limit, with httptools takes heads of any length, and closes a connection only
+    when what it has written was taken.
 
     Args:
         timeout_s: Seconds in which a client must send the head of a request.
@@ -153,7 +155,8 @@ class Connections:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._open: dict[Client, asyncio.Transport] = {}
-        self._timers: dict[Client, asyncio.TimerHandle] = {}
+        self._timers: dict[Client, asyncio.TimerHandle] = {}  # of those that are to send the head of a request
+        self._n_bytes: dict[Client, int] = {}  # and how much of it they have sent
 
     def protocol(self, base: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
         """A subclass of uvicorn's protocol that tells of its connections."""
@@ -163,6 +166,10 @@ class Connections:
             def connection_made(self, transport: Any) -> None:
                 connections._add(transport)
                 super().connection_made(transport)
+
+            def data_received(self, data: bytes) -> None:
+                if connections._may_send(self.transport, len(data)):
+                    super().data_received(data)
 
             def connection_lost(self, exc: Exception | None) -> None:
                 connections._drop(self.transport)
@@ -195,6 +202,17 @@ class Connections:
         if transport is not None:
             transport.abort()
 
+    def _may_send(self, transport: asyncio.Transport, n_bytes: int) -> bool:
+        """Count bytes that come before a request has begun; too many of them close the connection."""
+        client = _client(transport)
+        if client not in self._timers:
+            return True
+        self._n_bytes[client] = self._n_bytes.get(client, 0) + n_bytes
+        if self._n_bytes[client] <= MOST_HEAD:
+            return True
+        self.abort(client)
+        return False
+
     def _add(self, transport: asyncio.Transport) -> None:
         client = _client(transport)
         if client is not None:
@@ -213,6 +231,7 @@ class Connections:
             self._timers[client] = asyncio.get_running_loop().call_later(self._timeout_s, self.abort, client)
 
     def _stop(self, client: Client) -> None:
+        self._n_bytes.pop(client, None)
         timer = self._timers.pop(client, None)
         if timer is not None:
             timer.cancel()
