@@ -55,7 +55,16 @@ def rows_of(path):
 
 def test_every_benchmark_is_tested():
     files = {path.stem for path in BENCHMARKS.glob("*.py")}
-    alone = {"weights", "engine_weights", "hosts", "many_requests", "requests_under_load", "engines", "serve", "run_all"}
+    alone = {
+        "weights",
+        "engine_weights",
+        "hosts",
+        "many_requests",
+        "requests_under_load",
+        "engines",
+        "serve",
+        "run_all",
+    }
     assert files == {*EXPECTED, *alone}
 
 
