@@ -1,8 +1,8 @@
 """How many chat requests a second does the endpoint answer, beside vLLM's own server with the same model?
 
 One replica of a tiny model and one server of vLLM's stand side by side. Rounds go to them in turn: so many clients,
-each with one request at a time, from one process that sends HTTP by aiohttp. The tiny model makes the engine as fast
-as it can be, and so the servers' part as large. Needs vLLM: `make bench-engines`.
+each with one request at a time, from a process of their own that sends HTTP by aiohttp. The tiny model makes the
+engine as fast as it can be, and so the servers' part as large. Needs vLLM: `make bench-engines`.
 """
 
 from __future__ import annotations
@@ -113,6 +113,13 @@ def bodies_of(seed: int, n: int, is_stream: bool) -> list[bytes]:
     ]
 
 
+def by_a_process(url: str, seed: int, n: int, is_stream: bool, n_clients: int) -> list[float]:
+    """The seconds of `load` in a process of its own, so that clients share no interpreter with the endpoint."""
+    command = [sys.executable, __file__, "--load", json.dumps([url, seed, n, is_stream, n_clients])]
+    found: list[float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return found
+
+
 def compared(ours: str, theirs: str, n_clients: int, n: int, n_rounds: int) -> list[list[str]]:
     """Requests a second of both, and the seconds of a request."""
     table = [
@@ -123,7 +130,7 @@ def compared(ours: str, theirs: str, n_clients: int, n: int, n_rounds: int) -> l
         for number in range(-1, n_rounds):  # the first is a warm-up
             for url in (ours, theirs) if number % 2 else (theirs, ours):
                 seed = (number + 1) * 4 + 2 * is_stream + (url == ours)
-                seconds = asyncio.run(load(url, bodies_of(seed, n, is_stream), n_clients))
+                seconds = by_a_process(url, seed, n, is_stream, n_clients)
                 if number >= 0:
                     found[url].append(seconds)
         rates = {url: [n / seconds[-1] for seconds in rounds] for url, rounds in found.items()}
@@ -148,7 +155,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--requests", type=int, default=N_REQUESTS, help="of each round")
     parser.add_argument("--smoke", action="store_true", help="tiny: does it work at all?")
+    parser.add_argument("--load", type=json.loads, help=argparse.SUPPRESS)  # what such a process is to do
     options = parser.parse_args()
+    if options.load:
+        url, seed, n, is_stream, n_clients = options.load
+        print(json.dumps(asyncio.run(load(url, bodies_of(seed, n, is_stream), n_clients))))
+        return
     sys.path.insert(0, str(TESTS))
     import chat_model
     from options import OPTIONS
