@@ -6,7 +6,6 @@ import signal
 import sys
 import time
 import warnings
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import cloudpickle
@@ -14,6 +13,7 @@ import psutil
 import pytest
 from hosts import ON_HOSTS, spread
 from hypothesis import settings
+from installed import has_vllm
 from left_over import no_handler_left, no_processes_left
 
 import bandmaster as bm
@@ -78,12 +78,6 @@ def _start_ray(ray, n_attempts=4, **resources):
 # Run in processes of their own, and must not be imported for their doctests.
 collect_ignore_glob = ["*_programs/*", "hosts.py", "on_hosts.py", "soak.py", "soaking/*", "fuzz/*", "verl/*"]
 collect_ignore_glob += ["test_hosts.py", "test_bench_hosts.py"]  # need root, and a Ray cluster of several hosts
-
-
-def has_vllm():
-    """Whether vLLM can be imported; the folder of its tests has its name."""
-    found = find_spec("vllm")
-    return found is not None and found.origin is not None
 
 
 if not has_vllm():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from by_value import sent_by_value
-from conftest import has_vllm
 from engine_contract import *  # noqa: F403  # its tests are of this module
 from engine_contract import Kit, Reference, Source
+from installed import has_vllm
 
 import bandmaster as bm
 from bandmaster import rl
