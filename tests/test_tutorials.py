@@ -68,9 +68,14 @@ def code_cells(notebook):
 def shown(cell):
     """What a reader sees below a cell, without what is new in each run: Ray's ids, hosts, processes, slow starts."""
     texts = [output.text if output.output_type == "stream" else richest(output.data) for output in cell.outputs]
-    text = re.sub(r"^starting \w+: .*\d s(; late: rank .*)?\n", "", seen("".join(texts)), flags=re.MULTILINE)
+    text = without_starts(seen("".join(texts)))
     text = re.sub(r"\b[0-9a-f]{16,}\b", "ID", text)
     return re.sub(r"<td>[\w.-]+</td><td>\d+</td>(?=<td>(cpu|cuda))", "<td>HOST</td><td>PID</td>", text).strip()
+
+
+def without_starts(text):
+    """A text without the lines about groups that start slowly, as on a busy machine."""
+    return re.sub(r"^starting \w+: .*\d s(; late: rank .*)?\n", "", text, flags=re.MULTILINE)
 
 
 def seen(text):

@@ -15,9 +15,19 @@ INLINE_NBYTES = 100 * 1024  # Ray carries smaller arguments inside the call
 
 
 def start_ray(n_workers: int) -> None:
-    """A Ray of this process's own, with a CPU for every worker whatever the machine has."""
+    """A Ray of this process's own, with a CPU for every worker whatever the machine has.
+
+    It is started again if need be, since Ray gives up after half a minute, which a busy machine may make too little.
+    """
     n_cpus = n_workers + max(1, n_workers // 2)  # for those that `chain` starts
-    ray.init("local", num_cpus=n_cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    for is_last in (False, False, True):
+        try:
+            ray.init("local", num_cpus=n_cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+            return
+        except Exception as error:
+            if is_last or "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
 
 
 class Halfway:

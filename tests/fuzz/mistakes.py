@@ -60,7 +60,9 @@ MISTAKES = {
     "chunk": Wrong("{g}.map_same.map({v}, chunk=0)", "UsageError", ("chunk must be a whole number", "got 0")),
     "maxsize": Wrong("{g}.{m}.options(maxsize=0).stream({v})", "UsageError", ("maxsize must be a whole", "got 0")),
     "on_error": Wrong("{g}.{m}.options(on_error='x')({v})", "UsageError", ("must be 'raise' or 'return', got 'x'",)),
-    "option": Wrong("{g}.{m}.options(time=3)({v})", "UsageError", ("no option 'time'", "timeout and grace")),
+    "option": Wrong(
+        "{g}.{m}.options(time=3)({v})", "UsageError", ("no option 'time'", "timeout, grace and stall_after")
+    ),
     "pulls": Wrong("{g}.everyone.options(pull=2)({v})", "UsageError", ("pull= was removed", "map(rows, chunk=n)")),
     "maps none": Wrong("{g}.map_same.map(0.5)", "BatchError", ("got no batch", "'rows' is float")),
     "wait": Wrong("bm.wait([{h}], timeout=-1)", "UsageError", ("timeout of wait must be a non-negative", "got -1")),
