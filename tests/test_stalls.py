@@ -161,6 +161,15 @@ def test_a_notice_comes_once_and_is_withdrawn(ranks, noticed, tmp_path, caplog):
     assert bm.stalls()[-1] == stall and caplog.text.count("made no progress") == 1
 
 
+def test_a_call_is_looked_at_within_its_own_limit_whatever_that_of_the_one_before(ranks, noticed, tmp_path):
+    ranks.compute.options(stall_after=1000)(2.5)  # it is looked at again after a tenth of that
+    waiting = ranks.wait_for.submit(tmp_path / "gate")
+    stall = noticed()
+    (tmp_path / "gate").touch()
+    waiting.result(DEADLINE)
+    assert stall.method == "Ranks.wait_for"
+
+
 def test_it_can_be_turned_off_for_a_call(ranks, tmp_path):
     n_before = len(bm.stalls())
     waiting = ranks.wait_for.options(stall_after=None).submit(tmp_path / "gate")

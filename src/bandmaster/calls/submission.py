@@ -112,7 +112,7 @@ class Submitter:
     ) -> None:
         self.mesh = mesh
         self.ranks = tuple(range(mesh.size))
-        self.options: dict[str, float | None] = {}
+        self.options: dict[str, float | str | None] = {}
         self.gate: Gate | None = None
         self._workers = workers
         self._cls = cls

@@ -231,11 +231,11 @@ class AnyGroup(metaclass=ABCMeta):
 
         return turn_taker(self._cls, self._name, self._pool._places, self._submitter, self._ownership)
 
-    def set_default_options(self, /, **options: float | None) -> None:
+    def set_default_options(self, /, **options: float | str | None) -> None:
         """Set the options of this group's calls that do not set them with `GroupMethod.options`.
 
         Args:
-            **options: ``timeout`` and ``grace`` in seconds, see `GroupMethod.options`.
+            **options: ``timeout``, ``grace`` and ``stall_after``, in seconds; see `CallOptions`.
 
         Raises:
             UsageError: An option is unknown, or its value is not a non-negative number or None.

@@ -212,7 +212,7 @@ class ColocatedGroup(GroupOf[Any]):
             f"the roles of {self._name} take turns, each on its own: with group.{self.role_names[0]}.turn()"
         )
 
-    def set_default_options(self, /, **options: float | None) -> None:
+    def set_default_options(self, /, **options: float | str | None) -> None:
         """Set the options of the calls of all roles that do not set them themselves.
 
         Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -129,6 +130,8 @@ class _Watched:
         now = time.monotonic()
         self._note(calls, now)
         limits = {id(call): limit for call in calls if (limit := self._after(call)) is not None}
+        new = [OFTEN * limit for number, limit in limits.items() if self._since[number][1] == now]
+        self._looks_at = min(self._looks_at, now + min(new, default=math.inf))
         old = [call for call in calls if id(call) in limits and now - self._since[id(call)][1] >= YOUNG_S]
         if self._told is not None and not any(call is self._told.call() for call in old):
             self._withdraw(self._told)
@@ -136,14 +139,11 @@ class _Watched:
             return
         workers.check(is_thorough=False)
         self._look_at_ranks(workers, old, now)
-        left = [OFTEN * min(limits[id(call)] for call in old)]  # seconds until the next look
+        left = [OFTEN * min(limits.values())]  # seconds until the next look
         for call in old:
             quiet, limit = self._quiet_s(call, now), limits[id(call)]
-            if (
-                quiet
-                and max(quiet) >= limit
-                and (min(quiet) >= limit or self._waits_in_vain(workers, call, limit, now))
-            ):
+            is_long = max(quiet, default=-1.0) >= limit
+            if is_long and (min(quiet) >= limit or self._waits_in_vain(workers, call, limit, now)):
                 self._tell(workers, call, (max(quiet), len(old) - 1), tell)
                 return
             left.append(limit - min(quiet, default=0.0))
