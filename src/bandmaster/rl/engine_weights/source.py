@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
 NO_REPLICAS: Mapping[str, int] = MappingProxyType({})
 FROM_RANKS = TransferProtocol(PerRank(), Concat("rank"))
+ARGUMENTS: Mapping[str, Broadcast | PerRank] = {
+    "dtypes": Broadcast(),
+    "sync": Broadcast(),
+    "base": Broadcast(),
+    "checksums": Broadcast(),
+    "replicas": PerRank(),
+}
 
 
 class PacksWeights(Worker):
@@ -33,16 +40,7 @@ class PacksWeights(Worker):
         weights = self.weights()
         return [dict(zip(names, checksums(local_tensor(weights[name]) for name in names), strict=True))]
 
-    @register(
-        FROM_RANKS,
-        arguments={
-            "dtypes": Broadcast(),
-            "sync": Broadcast(),
-            "base": Broadcast(),
-            "checksums": Broadcast(),
-            "replicas": PerRank(),
-        },
-    )
+    @register(FROM_RANKS, arguments=ARGUMENTS)
     def snapshot_weights(
         self,
         outgoing: Sequence[Piece],
@@ -78,16 +76,7 @@ class PacksWeights(Worker):
         self._snapshots = {**self._snapshots, sync: snapshot}
         return [sync]
 
-    @register(
-        FROM_RANKS,
-        arguments={
-            "dtypes": Broadcast(),
-            "sync": Broadcast(),
-            "base": Broadcast(),
-            "checksums": Broadcast(),
-            "replicas": PerRank(),
-        },
-    )
+    @register(FROM_RANKS, arguments=ARGUMENTS)
     def pack_weights(
         self,
         outgoing: Sequence[Piece],
