@@ -216,7 +216,7 @@ class ColocatedGroup(GroupOf[Any]):
         """Set the options of the calls of all roles that do not set them themselves.
 
         Args:
-            **options: ``timeout`` and ``grace`` in seconds, see `GroupMethod.options`.
+            **options: ``timeout``, ``grace`` and ``stall_after``, in seconds; see `CallOptions`.
 
         Raises:
             UsageError: An option is unknown, or its value is not a non-negative number or None.
