@@ -14,9 +14,10 @@ REMOVES = """
 import os, sys
 
 class Removed:
+    rooms = tuple(os.environ["BANDMASTER_TESTS_WITHOUT"].split())
+
     def find_spec(self, name, path=None, target=None):
-        room = os.environ["BANDMASTER_TESTS_WITHOUT"]
-        if name == room or name.startswith(room + "."):
+        if f"{name}.".startswith(self.rooms):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Removed())
@@ -38,21 +39,61 @@ SELECTED = [
     "test_handles.py::test_rows_outlive_the_worker_that_made_them",
 ]
 
+# What a call does that any room of these might take part in: rows split and joined, handles, an error.
+PROGRAM = """
+import numpy as np
+import bandmaster as bm
+
+class Doubler(bm.Worker):
+    @bm.register(bm.Dispatch.DP_PROTO)
+    def double(self, rows):
+        return {"x": rows["x"] * 2}
+
+    @bm.register(bm.Dispatch.ONE_TO_ALL)
+    def fail(self):
+        raise ValueError("no")
+
+with bm.ResourcePool([2]) as pool:
+    group = bm.WorkerGroup(pool, Doubler)
+    rows = group.double.submit({"x": np.arange(60_000.0)})
+    assert (group.double(rows[:3].rename(x="x"))["x"] == [0, 4, 8]).all()
+    try: group.fail()
+    except bm.RemoteError as error: print(error.rank)
+"""
+
+
+def _without(rooms, folder):
+    """Environment of processes in which these rooms cannot be imported."""
+    (folder / "sitecustomize.py").write_text(REMOVES)
+    path = os.pathsep.join([str(folder), str(Path(bandmaster.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "BANDMASTER_TESTS_WITHOUT": " ".join(f"bandmaster.{room}." for room in rooms),
+    }
+
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("room", FEATURES)
-def test_the_path_works_without_a_feature(room, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(REMOVES)
-    path = os.pathsep.join([str(tmp_path), str(Path(bandmaster.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    own = {**os.environ, "PYTHONPATH": path, "BANDMASTER_TESTS_WITHOUT": f"bandmaster.{room}"}
-    tried = subprocess.run([sys.executable, "-c", f"import bandmaster.{room}"], env=own, capture_output=True, text=True)
-    assert "ModuleNotFoundError" in tried.stderr
-    tests = Path(__file__).parent
+def test_the_path_works_without_any_feature(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "inprocess or local"]
+    tests = Path(__file__).parent
     run = subprocess.run(
-        [*command, *(str(tests / name) for name in SELECTED)], env=own, cwd=tests.parent, capture_output=True, text=True
+        [*command, *(str(tests / name) for name in SELECTED)],
+        env=_without(FEATURES, tmp_path),
+        cwd=tests.parent,
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stdout
+
+
+@pytest.mark.parametrize("room", FEATURES)
+def test_a_call_works_without_one_feature(room, tmp_path):
+    own = _without([room], tmp_path)
+    tried = subprocess.run([sys.executable, "-c", f"import bandmaster.{room}"], env=own, capture_output=True, text=True)
+    assert "ModuleNotFoundError" in tried.stderr
+    run = subprocess.run([sys.executable, "-c", PROGRAM], env=own, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "0\n"), run.stderr
 
 
 def test_names_of_features_are_imported_when_they_are_used():
