@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -699,6 +700,35 @@ def test_a_failed_call_that_nobody_waits_for_holds_back_no_request(group, is_awa
     group.fail_on.submit(0)
     found = asyncio.run(main()) if is_awaited else group.chat.all("a").result(DEADLINE)
     assert found == [(0, "aa"), (1, "aa")]
+
+
+@pytest.mark.backends("local", "ray")
+def test_a_call_is_told_of_though_a_request_was_made_as_it_was_sent(group):
+    asking = threading.Thread(target=lambda: group.chat("a").result(DEADLINE))
+    is_over, told = threading.Event(), threading.Event()
+
+    def ask_as_it_is_sent(frame, kind, _):
+        if kind == "call" and frame.f_code.co_name == "send_calls":
+            sys.setprofile(None)
+            asking.start()
+            asking.join(0.2)  # its request waits for the lock that sending holds, or not
+
+    async def keep_busy():
+        while not is_over.is_set():
+            await group.chat("b")
+
+    other = threading.Thread(target=lambda: asyncio.run(keep_busy()))
+    other.start()
+    try:
+        sys.setprofile(ask_as_it_is_sent)
+        future = group.take_counts.submit()
+        sys.setprofile(None)
+        future.add_done_callback(lambda _: told.set())
+        assert told.wait(4), "less than the seconds after which all calls are looked at"
+    finally:
+        is_over.set()
+        other.join(DEADLINE)
+        asking.join(DEADLINE)
 
 
 def test_a_method_that_is_not_async_runs_alone(group, gate, opens_soon):

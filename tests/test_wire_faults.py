@@ -328,6 +328,24 @@ def test_calls_that_are_given_up_are_not_run_however_much_a_socket_holds(group, 
     assert group.count() == [1]
 
 
+def test_giving_up_a_call_takes_as_many_steps_however_many_wait_before_it(group):
+    n_steps = 0
+
+    def count(_, kind, __):
+        nonlocal n_steps
+        n_steps += kind == "call"
+
+    hanging = group.hang.submit()
+    futures = [group.count.submit() for _ in range(300)]
+    sys.setprofile(count)
+    for future in futures:
+        future.cancel()
+    sys.setprofile(None)
+    hanging.cancel()
+    assert group.count() == [1]
+    assert n_steps < 300 * len(futures)  # and not each of those before it
+
+
 def test_sockets_have_the_buffer_that_messages_need_or_the_host_is_said_to_be_at_fault(monkeypatch):
     for end in lane.lane_pair():
         with end:

@@ -147,6 +147,8 @@ class Call(RowsResult):
             interrupted = CallCancelled(f"{self.site.method} was interrupted before it was sent; make the call again")
             self._fail(error if isinstance(error, Exception) else interrupted)
             raise
+        if self.is_watched:  # another thread met it as it was sent: before its tickets were there
+            self.read_in_background()
         if self._callbacks:
             self.drive_in_background()
 
@@ -390,15 +392,21 @@ class Call(RowsResult):
     # --- ranks that go on with a call that failed ---
 
     def _do_what_is_due(self) -> float | None:
-        """Run the due steps of this call and of earlier calls. Returns the moment of the next step, or None."""
+        """Run the due steps of this call and of earlier calls. Returns the moment of the next step, or None.
+
+        Earlier calls that no rank of this call can have begun have none: with many in a row, most are left out.
+        """
         earlier = self._work.ahead_of(self)
         if not earlier:
             return self._escalate()
-        moments = []
+        moments, busy = [], set[int]()
         for call in earlier:
             moments.append(call.drive())
             if call.holds_back:  # its last reply lets ranks go on, but wakes no thread that waits here
                 moments.append(time.monotonic() + FENCE_LOOK_S)
+            busy.update(call.tickets)
+            if busy.issuperset(self.tickets):
+                break
         moments.append(self._escalate())
         return min([moment for moment in moments if moment is not None], default=None)
 

@@ -29,7 +29,7 @@ from bandmaster.platform.locks import SigintSafeLock
 PATIENCE_S = 0.02  # a watch that is due is looked at again after this time: another thread may be at it
 LOOK_S = 0.1  # polling interval for workers without a descriptor that shows arrivals
 IDLE_S = 0.05  # after which the thread ends without watches; a pipeline soon adds one, and a start takes 0.3 ms
-LOOK_AROUND_S = 5.0  # Ctrl-C may have come between the end of a call and its notification
+LOOK_AROUND_S = 5.0  # after which all watches are looked at: Ctrl-C may have come as one was to be told
 _log = logging.getLogger(__name__)
 
 
@@ -73,6 +73,7 @@ class Progress:
         self._watches: dict[int, Watch] = {}  # by their ids
         self._to_look: deque[Watch] = deque()
         self._wake = self._waker = -1  # the ends of a pipe
+        self._looked_around = 0.0  # when it last looked at all watches
 
     def add(self, watch: Watch) -> None:
         """Add a watch, and start the thread if it does not run.
@@ -161,7 +162,11 @@ class Progress:
                 if workers.deaths:
                     self._to_look.extend(watch for watch in watches if watch.workers is workers)
         now = time.monotonic()
-        self._to_look.extend(silent if ready else watches)
+        if ready and now - self._looked_around < LOOK_AROUND_S:
+            self._to_look.extend(silent)
+        else:
+            self._to_look.extend(watches)
+            self._looked_around = now
         self._to_look.extend(watch for watch in watches if watch.due is not None and watch.due <= now)
         return bool(ready)
 
