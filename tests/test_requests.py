@@ -864,7 +864,7 @@ def test_those_that_are_never_sent_again(group):
         ({"key": []}, "key must be hashable, got list"),
         (
             {"pull": 1},
-            "a request has no option 'pull'; its options are timeout, stall_after, key, .* and min_version",
+            "a request has no option 'pull'; its options are timeout, stall_after, on_stall, key, .* and min_version",
         ),
         ({"timeout": -1}, "timeout must be a non-negative number"),
     ],

@@ -35,7 +35,7 @@ ROOMS = {
     "pool": "errors plan worker contract platform backends",
     "tracing": "codec errors plan contract calls",
     "turns": "errors plan platform calls lifecycle",
-    "watching": "errors contract platform calls lifecycle",
+    "watching": "errors contract platform calls lifecycle turns",
     "groups": "codec errors plan worker contract platform rows calls flow requests roles callers backends lifecycle "
     "pool tracing turns watching",
     "registration": "errors plan worker calls groups",

@@ -61,7 +61,7 @@ MISTAKES = {
     "maxsize": Wrong("{g}.{m}.options(maxsize=0).stream({v})", "UsageError", ("maxsize must be a whole", "got 0")),
     "on_error": Wrong("{g}.{m}.options(on_error='x')({v})", "UsageError", ("must be 'raise' or 'return', got 'x'",)),
     "option": Wrong(
-        "{g}.{m}.options(time=3)({v})", "UsageError", ("no option 'time'", "timeout, grace and stall_after")
+        "{g}.{m}.options(time=3)({v})", "UsageError", ("no option 'time'", "timeout, grace, stall_after and on_stall")
     ),
     "pulls": Wrong("{g}.everyone.options(pull=2)({v})", "UsageError", ("pull= was removed", "map(rows, chunk=n)")),
     "maps none": Wrong("{g}.map_same.map(0.5)", "BatchError", ("got no batch", "'rows' is float")),

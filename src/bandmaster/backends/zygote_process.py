@@ -29,6 +29,7 @@ from bandmaster.wire.segment_reader import kept_name
 from bandmaster.wire.segments import SegmentWriter
 from bandmaster.wire.status_page import StatusPage, WorkerIdentity
 from bandmaster.worker import WorkerContext
+from bandmaster.worker_process.collectives import tell_of_collectives
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.loop import AnswersRequests, Loop
 from bandmaster.worker_process.rendezvous import Rendezvous
@@ -292,6 +293,7 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
         executor.prepare(spawn.context)
         rendezvous = [Rendezvous(socket.socket(fileno=fd), executor.after) for fd in listening_fds]
         page.told_of_tasks, executor.begins_event_loop = executor.told_of_tasks, page.has_event_loop
+        tell_of_collectives(page)
         lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(kept_name(os.getpid())))
         os.register_at_fork(after_in_child=lane.socket.close)  # else a fork would hide this worker's end
         Loop(lane, executor, page, _answers).run()

@@ -14,6 +14,7 @@ from bandmaster.callers.circles import OpenChains, Wait
 from bandmaster.callers.door import ALL, CONTROLLER, OPTIONS, WAITS, Door, GivenGroup
 from bandmaster.callers.reached import ReachedWorkers, is_here
 from bandmaster.calls.future import Future
+from bandmaster.calls.options import RAISE, REPLACE, RESTART
 from bandmaster.calls.spec import MethodSpec, specs_of
 from bandmaster.calls.submission import Submitter
 from bandmaster.errors import UsageError, suggestion
@@ -29,7 +30,7 @@ from bandmaster.requests.router import Router
 from bandmaster.requests.target import ANY, LIMITS, Target
 from bandmaster.wire.lanes import LaneClient
 from bandmaster.worker import Registration, Worker, registrations
-from bandmaster.worker_process.call_path import PATH, Process, Step, conflict, path_of_this_call, refusal
+from bandmaster.worker_process.call_path import PATH, Process, Step, conflict, here, path_of_this_call, refusal
 
 _ONE = Mesh(dp=1)
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
@@ -142,9 +143,9 @@ class CalledGroup:
             raise UsageError(
                 f"group {self.name!r} was given to the process from which this one was forked; call it there"
             )
-        here = Door.here(self._reference.door, self._reference.key)
-        if here is not None:
-            return here.method(spec.name)
+        own = Door.here(self._reference.door, self._reference.key)
+        if own is not None:
+            return own.method(spec.name)
         protocol: Any = spec.registration.protocol
         if not spec.registration.is_request:
             if spec.is_generator:
@@ -181,6 +182,7 @@ class CalledGroup:
         workers = self._workers
         made = Submitter(lambda: workers, self._cls, self.mesh, self.name, self._reference.prefix)
         made.work.first_replica = os.getpid()  # so that callers begin with different ones
+        made.refused = dict.fromkeys((RAISE, RESTART, REPLACE), "only calls of the controller are watched for stalls")
         return made
 
     @cached_property
@@ -216,6 +218,27 @@ class CalledGroup:
 
     def __repr__(self) -> str:
         return f"<{self.name}, {self.world_size} ranks of another group, {self.mesh!r}>"
+
+
+def _told_of_calls() -> str:
+    """The calls of this worker to other groups that have not ended, a line for each method of a group."""
+    ranks: dict[tuple[str, str], set[int]] = {}
+    for group in list(_called.values()):
+        for made in (group.__dict__.get("_submitter"), group.__dict__.get("_relay")):
+            routers: Any = [] if made is None else list(made.work.routers.values())
+            for request in [request for router in routers for request in router.open_requests()]:
+                known = ranks.setdefault((request.site.method, group.name), set())
+                known.update(request.missing if made is group.__dict__.get("_submitter") else ())
+    return "\n".join(
+        [
+            f"  it waits for {method} of group {name!r}"
+            + (f", rank {', '.join(map(str, sorted(found)))}" if found else "")
+            for (method, name), found in ranks.items()
+        ]
+    )
+
+
+here.told_of_calls = _told_of_calls
 
 
 class CalledMethod(RequestMethod[Any, Any]):

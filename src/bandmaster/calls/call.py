@@ -108,7 +108,7 @@ class Call(RowsResult):
         self.record: CallTrace | None = None
         self.has_ended = self.is_sent_in_background = False
         self._send, self._work, self._collection = send, work, request.collection
-        self._why_not_sent: BaseException | None = None
+        self._why: BaseException | None = None
         self._has_to_stop = self._was_missed = False
         self._has_failed = False  # whether a rank that runs the call has failed, or one was dead before it was sent
         self._values: dict[int, Any] = {}
@@ -189,11 +189,11 @@ class Call(RowsResult):
     def _fail(self, why: BaseException) -> None:
         """End with an error. If ranks have the call already, they are interrupted."""
         with self.lock:
-            self._why_not_sent = self._why_not_sent or why
+            self._why = self._why or why
             if self.request is None:
                 self.cancel()
             elif self.done is None:
-                self._finish(Done(self._why_not_sent))
+                self._finish(Done(self._why))
                 self.has_ended, self.request = True, None
 
     # --- SENT ---
@@ -271,6 +271,16 @@ class Call(RowsResult):
             self.is_cancelled = before
             raise
         return True
+
+    def expire(self, why: BaseException) -> None:
+        """Cancel it for a reason, which is its error at once, though ranks may still run it. Any thread may call this.
+
+        A thread that waits for it notices within `LOOK_AROUND_S`, or when a rank has stopped.
+        """
+        self._why, self._has_to_stop = self._why or why, True
+        self.cancel()
+        if self.is_watched:
+            progress.look_at(self)
 
     def wait(self, timeout_s: float | None, is_for_all: bool = False) -> bool:
         """Read replies until all are there, and make the result; False if the time is over before.
@@ -517,8 +527,8 @@ class Call(RowsResult):
 
     def _error(self) -> BaseException | None:
         """The error of the call; None if all ranks that run the call have replied with a value."""
-        if self._why_not_sent is not None:
-            return self._why_not_sent
+        if self._why is not None:
+            return self._why
         if self.is_cancelled:
             return CallCancelled(f"{self.site.method} was cancelled; make the call again")
         if not (self._has_failed or self.tickets):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypedDict
 
@@ -32,6 +32,14 @@ def check_count(name: str, value: Any) -> None:
 
 
 USUAL = "usual"
+WARN, RAISE, RESTART, REPLACE = POLICIES = "warn", "raise", "restart", "replace"
+
+
+def check_policy(value: Any) -> None:
+    """Raise UsageError for an ``on_stall`` that is no policy."""
+    if not (callable(value) or value in POLICIES):
+        known = ", ".join(map(repr, POLICIES))
+        raise UsageError(f"on_stall must be one of {known}, or a function that takes the Stall, got {value!r}")
 
 
 class Limits(TypedDict, total=False):
@@ -40,6 +48,7 @@ class Limits(TypedDict, total=False):
     timeout: float | None
     grace: float | None
     stall_after: float | Literal["usual"] | None
+    on_stall: Literal["warn", "raise", "restart", "replace"] | Callable[[Any], object]
 
 
 class MethodOptions(Limits, total=False):
@@ -98,17 +107,21 @@ class CallOptions:
         stall_after: Seconds without progress after which a call is reported as stalled; None never reports it.
             ``"usual"`` is ten times as long as the method was seen to take, at least 30 s and at most 5 min, and 60 s
             before it was seen. See `bandmaster.watching`.
+        on_stall: What follows then, beside the notice: ``"warn"``, nothing; ``"raise"``: the call is cancelled, and
+            fails with `Stalled`; ``"restart"`` and ``"replace"``: and the group is restarted, or the guilty rank
+            replaced; or a function, which gets the `Stall` in a thread of its own.
     """
 
     timeout: float | None = None
     grace: float | None = 5.0
     stall_after: float | str | None = USUAL
+    on_stall: str | Callable[[Any], object] = WARN
 
     def but(self, changes: Mapping[str, Any]) -> CallOptions:
         """A copy with some options changed.
 
         Raises:
-            UsageError: An option is unknown, or its value is not a non-negative number or None.
+            UsageError: An option is unknown, or its value is invalid.
         """
         for name, value in changes.items():
             if name in ("pull", "group_by"):
@@ -118,8 +131,10 @@ class CallOptions:
             if name not in CALL_NAMES:
                 where = f"; {name} is for group.method.options(...)" if name in FLOW_NAMES else ""
                 known = " and ".join([", ".join(CALL_NAMES[:-1]), CALL_NAMES[-1]])
-                raise UsageError(f"a call has no option {name!r}; its options are {known}, all in seconds{where}")
-            if (name, value) != ("stall_after", USUAL):
+                raise UsageError(f"a call has no option {name!r}; its options are {known}{where}")
+            if name == "on_stall":
+                check_policy(value)
+            elif (name, value) != ("stall_after", USUAL):
                 check_seconds(name, value)
         return replace(self, **changes)
 
@@ -136,15 +151,15 @@ class _Library:
 library = _Library()
 
 
-def set_default_options(**options: float | str | None) -> None:
+def set_default_options(**options: Any) -> None:
     """Set the default options of the calls of all groups. The options of a group or of a call take precedence.
 
     Args:
         **options: ``timeout`` (at first None), ``grace`` (at first 5) and ``stall_after`` (at first ``"usual"``), in
-            seconds; see `CallOptions`.
+            seconds, and ``on_stall`` (at first ``"warn"``); see `CallOptions`.
 
     Raises:
-        UsageError: An option is unknown, or its value is not a non-negative number or None.
+        UsageError: An option is unknown, or its value is invalid.
 
     Example:
         >>> set_default_options(timeout=600)

@@ -34,7 +34,7 @@ class CallSite(NamedTuple):
     mesh: Mesh
     group: str = ""
     options: CallOptions | None = None
-    defaults: Mapping[str, float | str | None] = MappingProxyType({})
+    defaults: Mapping[str, Any] = MappingProxyType({})
 
     def limits(self) -> CallOptions:
         """The time limits of the call: its own, else those of its group, else those of the library."""

@@ -23,6 +23,7 @@ from bandmaster.calls.request import CallRequest, CallSite, Collection, encode_g
 from bandmaster.calls.row_arguments import RowsElsewhere, refers_to_rows
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, Ticket, WorkerCall, Workers
+from bandmaster.errors import UsageError
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, alike
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import RealRows
@@ -89,7 +90,8 @@ class Submitter:
         meshes: The meshes of methods that were registered for another mesh, by method.
         ranks: All ranks.
         work: The open calls; submitters for the same workers share them.
-        options: The group's own options of calls: ``timeout`` and ``grace``.
+        options: The group's own options of calls, such as ``timeout`` and ``grace``.
+        refused: The values of ``on_stall`` that the group cannot have, and why.
         gate: Says when the group may be called; None for always.
 
     Args:
@@ -112,7 +114,8 @@ class Submitter:
     ) -> None:
         self.mesh = mesh
         self.ranks = tuple(range(mesh.size))
-        self.options: dict[str, float | str | None] = {}
+        self.options: dict[str, Any] = {}
+        self.refused: dict[str, str] = {}
         self.gate: Gate | None = None
         self._workers = workers
         self._cls = cls
@@ -251,7 +254,13 @@ class Submitter:
 
     def options_but(self, options: CallOptions | None, changes: Mapping[str, Any]) -> CallOptions | None:
         """The options of a call with some changed, as `CallOptions.but` does; None stands for those of the group."""
-        return (options or library.options.but(self.options)).but(changes) if changes else options
+        if not changes:
+            return options
+        made = (options or library.options.but(self.options)).but(changes)
+        policy = changes.get("on_stall")
+        if isinstance(policy, str) and policy in self.refused:
+            raise UsageError(f"on_stall={policy!r} is not possible: {self.refused[policy]}")
+        return made
 
     def check_open(self) -> None:
         """Raise ClosedError if the group was closed."""

@@ -18,6 +18,7 @@
     ├── WorkerDied                  the system: a worker process ended          (RuntimeError)
     ├── RowsLost                    the system: rows that were kept are gone    (RuntimeError)
     ├── CallTimeout                 the system: no reply in time                (TimeoutError)
+    ├── Stalled                     the system: a call made no progress         (TimeoutError)
     ├── TurnTimeout                 other groups had their turns for too long   (TimeoutError)
     └── CallCancelled               the caller cancelled the call               (RuntimeError)
 
@@ -267,6 +268,25 @@ class CallTimeout(BandmasterError, TimeoutError):
     def __reduce__(self) -> tuple[object, ...]:
         known = self.method, self.missing, self._timeout_s, self.stacks, self._what_next, self._what, self._behind
         return type(self), known
+
+
+class Stalled(BandmasterError, TimeoutError):
+    """A call made no progress for its ``stall_after``, and its ``on_stall`` has ended it. Unlike after a timeout, it
+    was cancelled, and cannot be waited for again.
+
+    Attributes:
+        stall: The `Stall`, whose text is the message.
+        renewal: A `concurrent.futures.Future` that is done when the group was restarted, or its guilty ranks replaced,
+            so that the call can be made again, and that has the error if that failed. None for ``on_stall="raise"``,
+            and after unpickling.
+    """
+
+    def __init__(self, stall: Any, renewal: Any = None) -> None:
+        self.stall, self.renewal = stall, renewal
+        super().__init__(stall.text)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.stall,)
 
 
 class TurnTimeout(BandmasterError, TimeoutError):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bandmaster.calls.derived import PutRows
 from bandmaster.calls.future import Future
-from bandmaster.calls.options import check_seconds, library
+from bandmaster.calls.options import check_seconds
 from bandmaster.calls.request import CallRequest, CallSite, Collection
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
@@ -231,16 +231,16 @@ class AnyGroup(metaclass=ABCMeta):
 
         return turn_taker(self._cls, self._name, self._pool._places, self._submitter, self._ownership)
 
-    def set_default_options(self, /, **options: float | str | None) -> None:
+    def set_default_options(self, /, **options: Any) -> None:
         """Set the options of this group's calls that do not set them with `GroupMethod.options`.
 
         Args:
-            **options: ``timeout``, ``grace`` and ``stall_after``, in seconds; see `CallOptions`.
+            **options: ``timeout``, ``grace`` and ``stall_after``, in seconds, and ``on_stall``; see `CallOptions`.
 
         Raises:
-            UsageError: An option is unknown, or its value is not a non-negative number or None.
+            UsageError: An option is unknown, or its value is invalid, or not possible for this group.
         """
-        library.options.but(options)  # checks the values
+        self._submitter.options_but(None, options)  # checks the values
         self._submitter.options.update(options)
 
     def cancel(self) -> int:

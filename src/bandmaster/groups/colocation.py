@@ -139,6 +139,7 @@ class ColocatedGroup(GroupOf[Any]):
             role = f"{self._name}.{name}"
             submitter = Submitter(workers, checked.cls, checked.role.mesh, role, name + SEPARATOR, work)
             submitter.meshes = {method: spec.mesh for method, spec in checked.methods.items()}
+            submitter.refused = self._submitter.refused
             self._submitters[name] = submitter
             if turn_hooks(checked.cls):
                 self._turn_taker_of(name)
@@ -198,28 +199,33 @@ class ColocatedGroup(GroupOf[Any]):
             Exception: All errors of `WorkerGroup.replace`.
         """
         self._ownership.check()
-        without = [name for name, checked in self._roles.items() if not _has(checked, "on_replace")]
-        if without:
-            raise UsageError(
-                f"{self._name} does not support the replacement of one rank: define a method on_replace(self, rank, "
-                f"state) in the worker class of {', '.join(without)}, or restart() the whole group"
-            )
+        if why_not := self._why_not_replaced():
+            raise UsageError(why_not)
         self._check_hooks("replace", "on_replace", state, rank)
         super().replace(rank, state)
+
+    def _why_not_replaced(self) -> str:
+        without = [name for name, checked in self._roles.items() if not _has(checked, "on_replace")]
+        return (
+            f"{self._name} does not support the replacement of one rank: define a method on_replace(self, rank, "
+            f"state) in the worker class of {', '.join(without)}, or restart() the whole group"
+            if without
+            else ""
+        )
 
     def _turn_taker(self) -> NoReturn:
         raise UsageError(
             f"the roles of {self._name} take turns, each on its own: with group.{self.role_names[0]}.turn()"
         )
 
-    def set_default_options(self, /, **options: float | str | None) -> None:
+    def set_default_options(self, /, **options: Any) -> None:
         """Set the options of the calls of all roles that do not set them themselves.
 
         Args:
-            **options: ``timeout``, ``grace`` and ``stall_after``, in seconds; see `CallOptions`.
+            **options: ``timeout``, ``grace`` and ``stall_after``, in seconds, and ``on_stall``; see `CallOptions`.
 
         Raises:
-            UsageError: An option is unknown, or its value is not a non-negative number or None.
+            UsageError: An option is unknown, or its value is invalid, or not possible for this group.
         """
         super().set_default_options(**options)
         for submitter in self._submitters.values():

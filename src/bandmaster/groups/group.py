@@ -17,6 +17,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from bandmaster.backends import get_backend
+from bandmaster.calls.options import REPLACE
 from bandmaster.calls.request import encode_constructor
 from bandmaster.calls.spec import specs_of
 from bandmaster.calls.submission import Submitter
@@ -146,14 +147,12 @@ class GroupOf(AnyGroup, Generic[W]):
                 output=directory,
                 log_level=level,
             )
+            watch = _watch()
             with self._renewal():
                 self._start(self._launch)
-            if self._ownership.workers().arrivals is not None:  # else the methods run here
-                with suppress(ModuleNotFoundError):  # the room `watching` may be removed
-                    from bandmaster.watching.watch import watch
-
-                    self._ownership.when_closed(watch.look_soon)
-                    watch.begin(self._ownership, self._submitter.work)
+            if watch is not None and self._ownership.workers().arrivals is not None:  # else the methods run here
+                self._ownership.when_closed(watch.look_soon)
+                watch.begin(self._ownership, self._submitter.work, self)
         except BaseException:
             self._ownership.close()
             raise
@@ -167,6 +166,8 @@ class GroupOf(AnyGroup, Generic[W]):
         self._watches: list[DeathWatch] = []
         self._submitter = Submitter(self._ownership.workers, cls, mesh, name)
         self._submitter.meshes = {method: spec.mesh for method, spec in self._methods.items()}
+        if why_not := self._why_not_replaced():
+            self._submitter.refused[REPLACE] = why_not
         if turn_hooks(cls):
             self._turn_taker()
 
@@ -243,11 +244,8 @@ class GroupOf(AnyGroup, Generic[W]):
         self._ownership.check()
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise UsageError(f"{self._name} has ranks 0 to {self.world_size - 1}, got rank {rank!r}")
-        if not callable(getattr(self._cls, "on_replace", None)):
-            raise UsageError(
-                f"{self._cls.__name__} does not support the replacement of one rank: define a method "
-                "on_replace(self, rank, state), or restart() the whole group"
-            )
+        if why_not := self._why_not_replaced():
+            raise UsageError(why_not)
         hook = self._same("on_replace", (rank, state), {}, self.world_size)
         check_not_held(self._changing)
         with self._renewal(), self._changing:
@@ -261,6 +259,15 @@ class GroupOf(AnyGroup, Generic[W]):
                 if (gate := self._submitter.gate) is not None:
                     gate.has_new(rank)
                 self._on_all("on_replace", hook)
+
+    def _why_not_replaced(self) -> str:
+        """The reason why no rank can be replaced; "" if each can."""
+        if callable(getattr(self._cls, "on_replace", None)):
+            return ""
+        return (
+            f"{self._cls.__name__} does not support the replacement of one rank: define a method "
+            "on_replace(self, rank, state), or restart() the whole group"
+        )
 
     def _check_alive_but(self, rank: int) -> None:
         workers = self._ownership.workers()
@@ -351,6 +358,15 @@ class WorkerGroup(GroupOf[Any]):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+
+def _watch() -> Any:
+    """The object that looks after calls, and from here on after constructors; None if its room was removed."""
+    with suppress(ModuleNotFoundError):
+        from bandmaster.watching.watch import watch
+
+        return watch
+    return None
 
 
 class _OfTheWorkers:

@@ -43,10 +43,10 @@ class GroupMethod(MethodOfGroup, Generic[P, C, G]):
         Args:
             **options: ``timeout``: seconds that a wait for the result may take before `CallTimeout`; None sets no
                 limit. ``grace``: seconds from the interruption of the call, after a cancel or the failure of a rank,
-                until ranks that still run it are ended; None never ends one. ``stall_after``: see `CallOptions`.
-                ``maxsize``: most items of each rank that a stream of a generator method makes before they are taken, 2
-                by default. ``on_error``: with ``"return"``, a stream of a generator method yields the failed future of
-                a rank, and the items of the other ranks go on.
+                until ranks that still run it are ended; None never ends one. ``stall_after`` and ``on_stall``: see
+                `CallOptions`. ``maxsize``: most items of each rank that a stream of a generator method makes before
+                they are taken, 2 by default. ``on_error``: with ``"return"``, a stream of a generator method yields the
+                failed future of a rank, and the items of the other ranks go on.
 
         Raises:
             UsageError: An option is unknown, or its value is invalid.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from bandmaster.calls.call import Call, Failures
 from bandmaster.calls.open_work import OpenWork
-from bandmaster.calls.options import CallOptions
+from bandmaster.calls.options import library
 from bandmaster.calls.request import CallRequest, CallSite
 from bandmaster.calls.result import WaitedFor, note_calls
 from bandmaster.codec import Payload, encode
@@ -47,12 +47,14 @@ class Start:
         n_ranks: Number of ranks that are started.
         doing: The step before the constructors, in words such as ``", importing torch"``; "" once constructors run.
         call: The step that runs; None while the processes are started.
+        looks: What watchers do every `EVERY_S`, in the thread that waits for the step.
     """
 
     group: str
     n_ranks: int
     doing: str = ""
     call: Call | None = None
+    looks: list[Callable[[], object]] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
 
     @property
@@ -139,7 +141,7 @@ class _Construction:
 
     def _run_step(self, step: str, argument: Payload) -> None:
         launch, workers = self._launch, self._workers
-        options = CallOptions(launch.start_timeout_s, grace=0.0)
+        options = library.options.but({"timeout": launch.start_timeout_s, "grace": 0.0})
         site = CallSite(launch.constructor, launch.mesh, launch.group, options)
         call = Call(CallRequest(step, CallPlan(()), tuple(self._ranks)), site, None, OpenWork())
         call.is_being_sent(workers, Failures())
@@ -170,3 +172,5 @@ class _Construction:
                 return call.wait(left)
             if call.wait(EVERY_S):
                 return True
+            for look in self._start.looks:
+                look()

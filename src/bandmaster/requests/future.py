@@ -42,11 +42,11 @@ class RequestFuture(Future[T]):
                 request.router.advance_in(reader)
             timer = None
             try:
-                while not request.is_done:
+                while not request.has_outcome:
                     waiter = reader.add(request)
                     timer = None if timeout_s is None else reader.loop.call_later(timeout_s, reader.tell, waiter)
                     yield from waiter
-                    if not request.is_done:
+                    if not request.has_outcome:
                         assert timeout_s is not None, "only a deadline ends the wait early"
                         late = yield from reader.loop.run_in_executor(None, request.late, timeout_s)
                         if not late.is_debugged:

@@ -125,7 +125,7 @@ class MapFeed(Feed):
 
     def note(self, request: Request) -> None:
         """Have the thread look at a request that has ended, or for which a place may be free. It does not block."""
-        if request.is_done:
+        if request.has_outcome:
             self._requests_ended.append(request)
         self._look_soon()
 

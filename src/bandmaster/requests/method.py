@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypedDict, TypeVar
 
 from bandmaster.calls.future import Future
@@ -33,6 +33,7 @@ class RequestOptions(TypedDict, total=False):
 
     timeout: float | None
     stall_after: float | Literal["usual"] | None
+    on_stall: Literal["warn", "raise", "restart", "replace"] | Callable[[Any], object]
     key: Hashable
     replica: int | None
     spill: int
@@ -170,15 +171,14 @@ class RequestMethod(MethodOfGroup, Generic[P, G]):
 
         Args:
             **options: ``timeout``: seconds after which a request that is waited for is cancelled, and raises
-                `CallTimeout`; None sets no limit. ``stall_after``: see `CallOptions`. ``key``: a hashable value, for
-                example of a conversation; requests with equal keys go to one replica, whose caches then know it, unless
-                that replica has more than ``spill`` (16) open requests more than the least busy one. ``replica``: the
-                number of the replica.
-                ``maxsize``: most items of a `stream` that are made before they are taken, 16 by default.
-                ``retries``: how often a request is sent again, to another replica, because its replica has died; one
-                that a worker may have begun is sent again only if the method is registered with
-                ``is_idempotent=True``. ``min_version``: the version of its weights that a replica must have reported at
-                least, see `report`; as long as none has, the request waits.
+                `CallTimeout`; None sets no limit. ``stall_after`` and ``on_stall``: see `CallOptions`. ``key``: a
+                hashable value, for example of a conversation; requests with equal keys go to one replica, whose caches
+                then know it, unless that replica has more than ``spill`` (16) open requests more than the least busy
+                one. ``replica``: the number of the replica. ``maxsize``: most items of a `stream` that are made before
+                they are taken, 16 by default. ``retries``: how often a request is sent again, to another replica,
+                because its replica has died; one that a worker may have begun is sent again only if the method is
+                registered with ``is_idempotent=True``. ``min_version``: the version of its weights that a replica must
+                have reported at least, see `report`; as long as none has, the request waits.
 
         Raises:
             UsageError: An option is unknown, or its value is invalid.

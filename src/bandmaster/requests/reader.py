@@ -59,7 +59,7 @@ class LoopReader:
         waiter: asyncio.Future[None] = self.loop.create_future()
         request.waiters.append(partial(self.tell, waiter))
         self._add(request)
-        if request.is_done:
+        if request.has_outcome:
             self.tell(waiter, request)
         return waiter
 

@@ -316,11 +316,19 @@ class Request(RowsResult):
         self.router.withdraw(self)
         return not had_ended
 
+    @property
+    def has_outcome(self) -> bool:
+        """Whether its ranks have replied, or never will, or it has an error before that."""
+        return self.is_done or self.done is not None
+
     def expire(self, why: BaseException) -> None:
         """Cancel it for a reason, which is its error at once, though its coroutine may have to end."""
         with self.lock:
             self.done = self.done or Done(why)
         self.cancel()
+        for tell in list(self.waiters):
+            tell(self)
+        self.nudge()
 
     # --- waiting ---
 
@@ -328,7 +336,7 @@ class Request(RowsResult):
         """Wait until it is done, and make the result; False if the time is over before."""
         if self.done is not None:
             return True
-        return self._wait(Deadline(timeout_s), lambda: self.is_done) and self._conclude()
+        return self._wait(Deadline(timeout_s), lambda: self.has_outcome) and self._conclude()
 
     def wait_until_ended(self, timeout_s: float | None) -> bool:
         """Wait until its ranks have replied, though it may have its result before; False if the time is over."""
@@ -365,7 +373,8 @@ class Request(RowsResult):
                 self.done = self._made()
                 if self.record is not None:
                     self.record.is_done()
-        self.tickets, self.arguments = {}, None
+        if self.is_done:  # else its ranks have still to stop
+            self.tickets, self.arguments = {}, None
         return True
 
     def _made(self) -> Done:
@@ -417,4 +426,4 @@ class _News:
 
     @property
     def is_done(self) -> bool:
-        return self._request.is_done or self._request.router.can_advance
+        return self._request.has_outcome or self._request.router.can_advance

@@ -8,7 +8,7 @@ from typing import Any
 
 from bandmaster.errors import UsageError
 
-LIMITS = "timeout", "stall_after"  # the options that requests share with other calls; see `CallOptions`
+LIMITS = "timeout", "stall_after", "on_stall"  # the options that requests share with other calls; see `CallOptions`
 
 
 @dataclass(frozen=True)

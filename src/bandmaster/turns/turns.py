@@ -28,7 +28,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from bandmaster.calls.future import Future
-from bandmaster.calls.request import CallRequest
+from bandmaster.calls.request import CallRequest, CallSite
 from bandmaster.calls.submission import Submitter
 from bandmaster.errors import CallCancelled, CallTimeout, TurnTimeout, UsageError
 from bandmaster.lifecycle.checks import ON_RESUME, ON_YIELD, turn_hooks
@@ -88,6 +88,7 @@ class Turn:
         self._groups, self._timeout_s, self._resumes = groups, timeout_s, resumes
         self._deadline = Deadline(None)
         self._blocks_thread, self._is_cancelled = True, False
+        self._why: BaseException | None = None  # it is not waited for any more
 
     def __enter__(self) -> None:
         self._ask(blocks_thread=True)
@@ -172,6 +173,8 @@ class Turn:
         for taker in self.takers:
             taker.check()
         self._check_not_cancelled()
+        if self._why is not None:
+            raise self._why
         others = [turn for turn in _entered if self._shares_slots(turn)]
         own = [turn for turn in others if turn.owner == self.owner]
         if any(self.takers <= turn.takers for turn in own):
@@ -186,6 +189,25 @@ class Turn:
             return True
         since = min((turn.number for turn in joined), default=self.number)
         return not any(turn.number < since and self._shares_slots(turn) for turn in _waiting)
+
+    def expire(self, why: BaseException) -> None:
+        """Raise an error in the thread or task that waits for this turn. Any thread may call this."""
+        with _changed:
+            self._why = why
+            _changed.notify_all()
+
+    @property
+    def site(self) -> CallSite:
+        """The names and the limits of the first of its groups."""
+        submitter = min(self.takers, key=lambda taker: taker.name)._submitter()
+        assert submitter is not None, "who waits for the turn has the group"
+        return submitter.site("turn")
+
+    @property
+    def work(self) -> list[Any]:
+        """The calls and requests of its groups that have not ended."""
+        submitters = [taker._submitter() for taker in self.takers]
+        return [call for one in submitters if one is not None for call in one.work.unanswered()]
 
     def _shares_slots(self, other: Turn) -> bool:
         """Whether both use some of the same slots. Closed groups of the other do not count."""
@@ -224,6 +246,12 @@ class Turn:
     def names(self) -> str:
         """The groups, for messages."""
         return ", ".join(sorted(repr(taker.name) for taker in self.takers))
+
+
+def waits() -> dict[Turn, list[Turn]]:
+    """The turns that threads and tasks wait for, each with the turns on its slots that others have."""
+    with _changed:
+        return {turn: [other for other in _entered if turn._shares_slots(other)] for turn in _waiting}
 
 
 class _State(Enum):

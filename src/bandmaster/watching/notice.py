@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from bandmaster.calls.request import CallSite
@@ -11,8 +12,12 @@ from bandmaster.contract import QUEUED, Signs
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>[^,]*), in (?P<function>.*)', re.MULTILINE)
 _HEADING = re.compile(r"^  (?:in .*|it runs requests|the event loop runs):$", re.MULTILINE)  # of tasks and threads
+_CALLS = re.compile(
+    r"^  it waits for (?P<method>\S+) of group '(?P<group>.*)'(?:, rank (?P<ranks>[\d, ]+))?$", re.MULTILINE
+)
 _WRAPPERS = "wrapper", "wrapped", "inner"
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<")
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+_LIBRARY = re.compile(rf"/(site|dist)-packages/|/lib/python3|^<|^{re.escape(_PACKAGE)}")
 _COLLECTIVE = "/torch/distributed/"
 _STATES = {
     "": "has ended",
@@ -20,7 +25,26 @@ _STATES = {
     "t": "is held by a debugger such as gdb or strace",
     "D": "waits in the kernel for a disk or a driver",
 }
+IDLE = "  idle"
 MOST_RANKS = 8  # that a notice names for each place
+
+
+class Awaited(NamedTuple):
+    """A call to another group that a rank waits for.
+
+    Attributes:
+        method: ``"Class.method"``.
+        group: The name of the group.
+        ranks: The ranks that have not replied; none if no replica was chosen, or the controller has made the call.
+    """
+
+    method: str
+    group: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        ranks = f", rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        return f"{self.method} of group {self.group!r}{ranks}"
 
 
 class RankFacts(NamedTuple):
@@ -46,7 +70,17 @@ def is_in_collective(stack: str) -> bool:
     return _COLLECTIVE in stack
 
 
-def notice(site: CallSite, seconds: float, ranks: Mapping[int, RankFacts], n_more: int = 0) -> str:
+def awaited_by(stack: str) -> list[Awaited]:
+    """The calls to other groups that a rank waits for."""
+    return [
+        Awaited(found["method"], found["group"], tuple(map(int, (found["ranks"] or "").replace(",", " ").split())))
+        for found in _CALLS.finditer(stack)
+    ]
+
+
+def notice(
+    site: CallSite, seconds: float, ranks: Mapping[int, RankFacts], n_more: int = 0, chain: Sequence[str] = ()
+) -> str:
     """The text about a call that has stalled.
 
     Args:
@@ -54,15 +88,23 @@ def notice(site: CallSite, seconds: float, ranks: Mapping[int, RankFacts], n_mor
         seconds: Seconds without progress.
         ranks: The ranks that owe a reply.
         n_more: Further calls and requests that are behind it, or wait for the same ranks.
+        chain: Lines about the ranks of other groups that these ranks wait for.
     """
     more = f", and {n_more} calls with it" if n_more else ""
-    shown = [f"  {_named(alike, site)}: {words}" for words, alike in places(ranks).items()]
-    ends = (
-        f"  `bandmaster stack {site.group}` shows the stacks; options(timeout=...) ends such a wait, and "
-        "options(stall_after=None) this notice"
-    )
+    shown = [f"  {named(alike, site)}: {words}" for words, alike in places(ranks).items()]
+    option, scope = "options(timeout=...)", "options"
+    if site.method.endswith(".__init__"):
+        option, scope = "start_timeout=... of the group", "bandmaster.set_default_options"
+    ends = f"  `bandmaster stack {site.group}` shows the stacks; {option} ends such a wait, and "
+    ends += f"{scope}(stall_after=None) this notice"
     head = f"{site.method} of group {site.group!r} has made no progress for {seconds:.0f} s{more}:"
-    return "\n".join([head, *shown, ends])
+    return "\n".join([head, *shown, *chain, ends])
+
+
+def guilty(ranks: Mapping[int, RankFacts]) -> tuple[int, ...]:
+    """The ranks that others wait for: those of the places that come first."""
+    weights = {rank: _place(facts)[0] for rank, facts in ranks.items()}
+    return tuple(rank for rank, weight in weights.items() if weight == min(weights.values()))
 
 
 def places(ranks: Mapping[int, RankFacts]) -> dict[str, list[int]]:
@@ -81,15 +123,18 @@ def _place(facts: RankFacts) -> tuple[int, str]:
         return 0, f"{process} {state.format(pid=facts.pid)}"
     if not facts.stack:
         return 1, f"{process} shows no stack, in state {facts.signs.state}"
-    where = _frame(facts.stack)
+    is_queued, place = facts.stack.startswith(QUEUED), where(facts.stack.removeprefix(QUEUED))
+    first = "not at this call yet, " if is_queued else ""
     if is_in_collective(facts.stack):
-        return 3, f"waiting for other ranks in {where}"
-    if facts.stack.startswith(QUEUED):
-        return 2, "not at this call yet"
-    return 2, f"{'computing, ' if facts.moves else ''}in {where}"
+        return 4, f"{first}waiting for other ranks in {place}"
+    if calls := awaited_by(facts.stack):
+        return 3, f"{first}waiting for {'; '.join(map(str, calls))}, in {place}"
+    if facts.stack.removeprefix(QUEUED).startswith(IDLE):
+        return 2, f"{first}idle"
+    return 2, f"{first}{'computing, ' if facts.moves else ''}in {place}"
 
 
-def _frame(stack: str) -> str:
+def where(stack: str) -> str:
     """The innermost frame of the user's code, and the function that it has called."""
     stack = next(filter(_FRAME.search, _HEADING.split(stack)), stack)
     frames = list(_FRAME.finditer(stack))
@@ -97,15 +142,17 @@ def _frame(stack: str) -> str:
     if not users:
         return frames[-1]["function"] if frames else stack.strip().split("\n")[0]
     frame, called = frames[users[-1]], [one for one in frames[users[-1] + 1 :] if one["function"] not in _WRAPPERS]
+    called = [] if called and called[0]["file"].startswith(_PACKAGE) else called
     place = f"{frame['function']} ({frame['file'].rpartition('/')[2]}:{frame['line']})"
     following = stack[frame.end() + 1 :].partition("\n")[0]
     code = f": {following.strip()}" if following.startswith("    ") else ""
     return f"{called[0]['function']}, called by {place}{code}" if called else f"{place}{code}"
 
 
-def _named(ranks: Sequence[int], site: CallSite) -> str:
+def named(ranks: Sequence[int], site: CallSite | None = None) -> str:
+    """Ranks in words, a single one with its coordinates if the call is known."""
     if len(ranks) == 1:
-        where = ", ".join(f"{axis}={n}" for axis, n in site.mesh.coordinates(ranks[0]).items())
-        return f"rank {ranks[0]} ({where})"
+        coordinates = ", ".join(f"{axis}={n}" for axis, n in site.mesh.coordinates(ranks[0]).items()) if site else ""
+        return f"rank {ranks[0]} ({coordinates})" if coordinates else f"rank {ranks[0]}"
     n_more = len(ranks) - MOST_RANKS
     return "ranks " + ", ".join(map(str, ranks[:MOST_RANKS])) + (f" and {n_more} more" if n_more > 0 else "")

@@ -1,6 +1,7 @@
 """Makes the stacks that faulthandler writes readable: the user's threads, innermost frame last, with source lines.
 
-Behind them, a worker whose Python code can run tells of the tasks of its event loop: `TASKS`, and a line of JSON.
+Behind them, a worker with process groups of torch tells of its operations in them: `COLLECTIVES`, and a line of JSON;
+and one whose Python code can run, of the tasks of its event loop: `TASKS`, and another such line.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from bandmaster.errors.failure import with_source_lines
 
 TASKS = "\n\nTasks: "
+COLLECTIVES = "\n\nCollectives: "
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -24,6 +27,7 @@ _WAITS = "  idle: it waits for the ranks that still run a call which failed here
 _AT_THE_FENCE = f"{_PACKAGE}worker_process/loop.py _wait_at_the_fence\n"
 _NEXT_CALL = f" next_message\n{_PACKAGE}wire/lane.py receive\n"  # of a loop, or one of an actor of verl's layer
 _NEXT_REQUEST = f"{_PACKAGE}answering/requests.py next_message\n"
+_REPLIES = f" _wait\n{_PACKAGE}wire/poller.py receive\n"  # of ranks of other groups, which a method calls
 _NEXT_TASK = "/ray/_private/worker.py main_loop\n"
 _AWAITS = f"{_PACKAGE}worker_process/executor.py wait_for\n"  # where that thread waits for async methods
 _CURRENT = "Current thread", "Stack (most recent"  # that the signal reached: the main thread, if it can be; or alone
@@ -31,10 +35,11 @@ _CURRENT = "Current thread", "Stack (most recent"  # that the signal reached: th
 
 def readable(text: str) -> str:
     """The stack of the thread that runs the methods, without this library's outermost frames, or that it is idle; of
-    the coroutine that it waits for; of other threads that run a user's code, and of other tasks."""
-    text, _, told = text.partition(TASKS)
-    told, is_whole, _ = told.partition("\n")  # a worker that is asked by several tells all of them
-    awaited, tasks = json.loads(told) if is_whole else ("", "")
+    the coroutine that it waits for; of other threads that run a user's code, and of other tasks; and calls that it
+    waits for."""
+    awaited, tasks, *more = _told(text, TASKS) or ("", "")
+    more.append(_told(text, COLLECTIVES))
+    text = text.partition(TASKS)[0].partition(COLLECTIVES)[0]
     threads = list(_threads(text))
     others = [frames for heading, frames in threads if not heading.startswith(_CURRENT) and any(map(_is_users, frames))]
     mine = [frames for heading, frames in threads if heading.startswith(_CURRENT)]
@@ -42,13 +47,24 @@ def readable(text: str) -> str:
     if tasks and any(_places(frames[-1:]) == _NEXT_REQUEST for frames in mine):
         shown = [_RUNS]
     stacks = _OTHER_THREADS.join(filter(None, [*shown, *map(_shown, others)]))
-    return with_source_lines("\n".join(filter(None, [stacks, tasks])))
+    return with_source_lines("\n".join(filter(None, [stacks, tasks, *more])))
+
+
+def _told(text: str, mark: str) -> Any:
+    """The texts that a worker tells behind a mark; None if they are not there, or not whole."""
+    told, is_whole, _ = text.partition(mark)[2].partition("\n")  # a worker that is asked by several tells all of them
+    return json.loads(told) if is_whole else None
+
+
+def tells_of_collectives(text: str) -> bool:
+    """Whether all that a worker tells of its operations in process groups is there."""
+    return _told(text, COLLECTIVES) is not None
 
 
 def can_tell_of_tasks(text: str) -> bool:
     """Whether the thread that runs the methods waits in Python code of this library, so that it can tell of tasks."""
     mine = [frames for heading, frames in _threads(text) if heading.startswith(_CURRENT)]
-    ends = _NEXT_CALL, _AT_THE_FENCE, _NEXT_REQUEST
+    ends = _NEXT_CALL, _AT_THE_FENCE, _NEXT_REQUEST, _REPLIES
     return any(_places(frames[-2:]).endswith(ends) or _AWAITS in _places(frames[-4:]) for frames in mine)
 
 

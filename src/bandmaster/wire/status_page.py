@@ -23,6 +23,7 @@ import ctypes
 import errno
 import faulthandler
 import fcntl
+import json
 import mmap
 import os
 import re
@@ -41,14 +42,22 @@ from bandmaster.errors.failure import IN_DEBUGGER
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.proc import cpu_s_of_family, descriptors, is_runnable, pids, stat
-from bandmaster.wire.stacks import TASKS, can_tell_of_tasks, readable, tells_of_tasks
+from bandmaster.wire.stacks import (
+    COLLECTIVES,
+    TASKS,
+    can_tell_of_tasks,
+    readable,
+    tells_of_collectives,
+    tells_of_tasks,
+)
 
 _LAST_SIGNAL = int(getattr(signal, "SIGRTMAX", 64))  # there is none on systems where no worker has its own process
 INTERRUPT_SIGNAL = _LAST_SIGNAL - 7
 STACKS_SIGNAL = _LAST_SIGNAL - 8
 
 # The layout: words of 8 bytes, then the names of methods, each followed by a zero byte; the first name has the index 1.
-RUNNING, SINCE, N_MORE, N_TASKS, SPARE, RESUMED = range(6)  # the spare word is for workers of other kinds
+# The spare word is for workers of other kinds; the last one is the thread that tells of collectives, 0 for none.
+RUNNING, SINCE, N_MORE, N_TASKS, SPARE, RESUMED, TELLER = range(7)
 N_SLOTS = 512  # words for the numbers of calls to interrupt; fewer calls than that are on their way to one worker
 _SLOTS_AT = 8
 _NAMES_AT = (_SLOTS_AT + N_SLOTS) * 8
@@ -200,13 +209,17 @@ def stacks(pids: Sequence[int], timeout_s: float = STACKS_TIMEOUT_S) -> dict[int
                 pages[pid] = page
         deadline = time.monotonic() + timeout_s
         texts = _settled(pages, deadline)
+        tellers = {pid: _word(page, TELLER) for pid, page in pages.items()}
+        asked = {pid: pages[pid] for pid, thread in tellers.items() if thread}
+        for pid in asked:
+            with contextlib.suppress(OSError):
+                _signal(pid, STACKS_SIGNAL, tellers[pid])
+        texts.update(_told(asked, tells_of_collectives, deadline))
         waiting = {pid: page for pid, page in pages.items() if can_tell_of_tasks(texts[pid])}
         for pid in waiting:
             with contextlib.suppress(OSError):
                 _signal(pid, INTERRUPT_SIGNAL)
-        while not all(map(tells_of_tasks, (told := _texts(waiting)).values())) and time.monotonic() < deadline:
-            time.sleep(_SETTLED_S)
-        texts.update(told)
+        texts.update(_told(waiting, tells_of_tasks, deadline))
         for page in pages.values():  # an interrupt is not to tell of tasks
             os.ftruncate(page, PAGE_NBYTES)
     shown = {pid: readable(text) for pid, text in texts.items() if text}
@@ -214,10 +227,21 @@ def stacks(pids: Sequence[int], timeout_s: float = STACKS_TIMEOUT_S) -> dict[int
     return {**shown, **{pid: heading + shown.get(pid, "") for pid in in_debuggers(pids)}}
 
 
-def _signal(pid: int, number: int) -> None:
-    """Signal the main thread: one that is sent to the process may reach another thread, and leave this one waiting."""
+def _told(pages: dict[int, int], is_told: Callable[[str], bool], deadline: float) -> dict[int, str]:
+    """The text behind each page, once all that was asked for is there, or the time is over."""
+    while not all(map(is_told, (told := _texts(pages)).values())) and time.monotonic() < deadline:
+        time.sleep(_SETTLED_S)
+    return told
+
+
+def _word(page: int, word: int) -> int:
+    return int.from_bytes(os.pread(page, 8, word * 8), "little")
+
+
+def _signal(pid: int, number: int, thread: int = 0) -> None:
+    """Signal a thread, by default the main thread: what is sent to the process may reach another one than meant."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.tgkill(pid, pid, number):
+    if libc.tgkill(pid, thread or pid, number):
         raise OSError(ctypes.get_errno(), "tgkill")
 
 
@@ -330,6 +354,15 @@ class StatusPage:
     def has_event_loop(self) -> None:
         """Have faulthandler write the stack of this thread alone: it would crash on frames that the event loop runs."""
         faulthandler.register(STACKS_SIGNAL, file=self._fd, all_threads=False, chain=False)
+
+    def tells_of_collectives(self, thread: int) -> None:
+        """Show that a thread, given by the system's number, calls `tell_of_collectives` if it gets `STACKS_SIGNAL`."""
+        self.words[TELLER] = thread
+
+    def tell_of_collectives(self, text: str) -> None:
+        """Add a text to the stacks."""
+        if os.fstat(self._fd).st_size > PAGE_NBYTES:  # somebody still reads them
+            os.write(self._fd, f"{COLLECTIVES}{json.dumps(text)}\n".encode())
 
     def begin(self, number: int) -> None:
         """Allow a call to be interrupted from now on.

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextvars import ContextVar
 from socket import gethostname
 from threading import get_ident, main_thread
@@ -57,7 +58,15 @@ earlier: ContextVar[tuple[Step, ...]] = ContextVar("earlier", default=())
 
 
 class _Here:
+    """The state of this process that calls ask for.
+
+    Attributes:
+        executor: Runs its calls.
+        told_of_calls: Tells which calls to other groups it waits for; see `bandmaster.callers.called`.
+    """
+
     executor: RunsCalls | None = None
+    told_of_calls: Callable[[], str] = str
 
 
 here = _Here()

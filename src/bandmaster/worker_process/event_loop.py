@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import selectors
 import sys
 import traceback
@@ -86,8 +85,8 @@ class EventLoopThread:
             task.cancel()
         self._loop.call_soon(self._loop.stop)  # behind what that has scheduled
 
-    def told(self, awaited: Coroutine[Any, Any, Any] | None) -> str:
-        """Tell where a coroutine waits, and of the other tasks: two texts, as JSON. Any thread may call this.
+    def told(self, awaited: Coroutine[Any, Any, Any] | None) -> tuple[str, str]:
+        """Tell where a coroutine waits, and of the other tasks: two texts. Any thread may call this.
 
         Tasks that wait at the same place are counted. Those that have died are told of as long as nobody has seen why.
         """
@@ -103,7 +102,7 @@ class EventLoopThread:
         failed: list[Any] = [known() for known in list(self._failed)]
         unseen = [task for task in failed if task is not None and task._log_traceback]
         said += [*self._collected, *[_died(f"a task of {_name(task)}", task._exception) for task in unseen]]
-        return json.dumps([_stack(awaited), "\n".join(said)])
+        return _stack(awaited), "\n".join(said)
 
     def _made(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, **options)

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pickle
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
@@ -343,8 +344,9 @@ class Executor:
         return self._loop
 
     def told_of_tasks(self) -> str:
-        """Tell where the coroutine of the running call waits, and of the other tasks: two texts, as JSON."""
-        return '["", ""]' if self._loop is None else self._loop.told(self._awaited)
+        """Tell where the coroutine of the running call waits, of the other tasks, and calls: three texts, as JSON."""
+        awaited, tasks = ("", "") if self._loop is None else self._loop.told(self._awaited)
+        return json.dumps([awaited, tasks, here.told_of_calls()])
 
     @property
     def reports(self) -> Mapping[str, Report]:

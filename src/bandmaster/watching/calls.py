@@ -1,0 +1,221 @@
+"""`WatchedCalls`: the calls to the same workers that have not ended, and whether they make progress."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from bandmaster.calls.call import Call
+from bandmaster.calls.options import USUAL, WARN
+from bandmaster.contract import Workers
+from bandmaster.errors import BandmasterError
+from bandmaster.errors.failure import is_in_debugger
+from bandmaster.watching.chain import Find, chain
+from bandmaster.watching.life import Life
+from bandmaster.watching.notice import RankFacts, guilty, is_in_collective, notice
+from bandmaster.watching.stall import Policies, Renewed, Stall
+
+YOUNG_S = 0.5  # ranks of younger calls are not looked at
+USUAL_TIMES, LEAST_S, MOST_S, UNKNOWN_S = 10.0, 30.0, 300.0, 60.0  # see `CallOptions.stall_after`
+OFTEN = 0.1  # of that time, between two looks at ranks
+AGAIN = 4.0  # a notice is repeated after so many times the time that it told of
+_log = logging.getLogger(__name__)
+
+
+class Seen(NamedTuple):
+    """A call that was seen before it ended.
+
+    Attributes:
+        call: The call.
+        since: When it was seen first.
+        method: Its method.
+    """
+
+    call: weakref.ref[Any]
+    since: float
+    method: str
+
+
+class Told(NamedTuple):
+    """A notice that was not withdrawn: its call, the words for that, and the moment of the next notice."""
+
+    call: weakref.ref[Any]
+    words: str
+    again_at: float
+
+
+class WatchedCalls:
+    """The calls of the same workers that have not ended, and the lives of the ranks that owe replies.
+
+    Args:
+        tell: Called with each notice.
+        find: Finds the groups that ranks of these workers wait for.
+    """
+
+    def __init__(self, tell: Callable[[Stall], object], find: Find) -> None:
+        self._tell, self._find = tell, find
+        self._seen: dict[int, Seen] = {}  # by the id of the call
+        self._took: dict[str, float] = {}  # the longest that calls were seen to take, by method
+        self._lives: dict[int, Life] = {}
+        self._told: Told | None = None
+        self._spins_at = self._looks_at = 0.0  # the moments before which this is not done again
+        self._policies = Policies()
+        self._acted: weakref.WeakSet[Any] = weakref.WeakSet()  # the calls whose policies were followed
+
+    def look(self, workers: Workers, calls: Sequence[Any], group: Callable[[], Renewed | None]) -> None:
+        """Look at the calls that have not ended. Those that were cancelled are ended by others.
+
+        Args:
+            workers: The workers.
+            calls: The calls and requests.
+            group: Returns their group, for policies; None if there is none, or none any more.
+        """
+        now = time.monotonic()
+        self._note(calls, now)
+        calls = [call for call in calls if not call.is_cancelled]
+        limits = {id(call): limit for call in calls if (limit := self._after(call)) is not None}
+        new = [OFTEN * limit for number, limit in limits.items() if self._seen[number].since == now]
+        self._looks_at = min(self._looks_at, now + min(new, default=math.inf))
+        old = [call for call in calls if id(call) in limits and now - self._seen[id(call)].since >= YOUNG_S]
+        if self._told is not None and not any(call is self._told.call() for call in old):
+            self._withdraw(self._told)
+        if not old or now < self._looks_at or self._policies.is_renewing:
+            return
+        workers.check(is_thorough=False)
+        self._look_at_ranks(workers, old, now)
+        stalled, left = dict[Any, float](), [OFTEN * min(limits.values())]  # seconds until the next look
+        for call in old:
+            quiet, limit = self._quiet_s(call, now), limits[id(call)]
+            is_long = max(quiet, default=-1.0) >= limit
+            if is_long and (min(quiet) >= limit or self._waits_in_vain(workers, call, limit, now)):
+                stalled[call] = max(quiet)
+            else:
+                left.append(limit - min(quiet, default=0.0))
+        if stalled:
+            self._say(workers, stalled, len(old) - 1, group)
+        else:
+            self._looks_at = now + min(left)
+            if self._told is not None:
+                self._withdraw(self._told)
+
+    def _quiet_s(self, call: Any, now: float) -> list[float]:
+        """Seconds without progress of each rank that owes a reply; none if there is one of which nothing is known."""
+        ranks, since = owing(call), self._seen[id(call)].since
+        known = [self._lives[rank].moved_at for rank in ranks if rank in self._lives]
+        return [now - max(moved_at, since) for moved_at in known] if len(known) == len(ranks) else []
+
+    def _note(self, calls: Sequence[Any], now: float) -> None:
+        """Note when calls were seen first, and how long those took that have ended since the last look."""
+        before = self._seen
+        self._seen = {}
+        for call in calls:
+            known = before.pop(id(call), None)
+            is_same = known is not None and known.call() is call
+            self._seen[id(call)] = known if known and is_same else Seen(weakref.ref(call), now, call.site.method)
+        for _, since, method in before.values():
+            self._took[method] = max(now - since, self._took.get(method, 0.0))
+
+    def _after(self, call: Any) -> float | None:
+        """Seconds without progress after which a call has stalled; None for never."""
+        limit: float | str | None = call.site.limits().stall_after
+        if limit != USUAL:
+            assert not isinstance(limit, str), "the options were checked"
+            return limit
+        took = self._took.get(call.site.method)
+        return UNKNOWN_S if took is None else min(max(USUAL_TIMES * took, LEAST_S), MOST_S)
+
+    def _look_at_ranks(self, workers: Workers, calls: Sequence[Any], now: float) -> None:
+        before, self._lives = self._lives, {}
+        for rank, signs in workers.signs(sorted({rank for call in calls for rank in owing(call)})).items():
+            self._lives[rank] = before.get(rank) or Life(signs, now)
+            self._lives[rank].look(signs, now)
+
+    def _waits_in_vain(self, workers: Workers, call: Any, limit: float, now: float) -> bool:
+        """Whether the ranks that move all are in a collective, and a rank that does not is in none."""
+        if now < self._spins_at:
+            return False
+        self._spins_at = now + limit / 2
+        stacks = workers.stacks(owing(call))
+        still = {rank for rank in stacks if now - self._lives[rank].moved_at >= limit}
+        return all(is_in_collective(stacks[rank]) != (rank in still) for rank in stacks)
+
+    def _say(
+        self, workers: Workers, stalled: Mapping[Any, float], n_more: int, group: Callable[[], Renewed | None]
+    ) -> None:
+        """Tell of the first call that has stalled, unless this was done lately; and do what policies say, once a call.
+
+        Calls behind one that runs alone may go on when it has ended, so that their policies have to wait.
+        """
+        now, first, told = time.monotonic(), next(iter(stalled)), self._told
+        acting: list[Any] = []
+        for call in stalled:
+            if call.site.limits().on_stall != WARN and call not in self._acted:
+                acting.append(call)
+                if isinstance(call, Call):
+                    break
+        is_told = told is not None and told.call() is first and now < told.again_at
+        if is_told and not acting:
+            return
+        stacks: dict[tuple[int, ...], Mapping[int, str]] = {}
+        said = dict[Any, Stall]()
+        for call in dict.fromkeys(acting if is_told else [first, *acting]):
+            tickets = owing(call)
+            key = tuple(tickets)
+            if key not in stacks:
+                stacks[key] = self._stacks(workers, tickets)
+            if any(map(is_in_debugger, stacks[key].values())):
+                self._lives = {}  # they begin anew
+                return
+            said[call] = self._stall(call, stalled[call], self._facts(workers, tickets, stacks[key]), n_more)
+        if not is_told:
+            self._told = Told(weakref.ref(first), words_of(first), now + AGAIN * stalled[first])
+            self._tell(said[first])
+        self._acted.update(acting)
+        self._policies.act({call: said[call] for call in acting}, group(), workers)
+        if any(call.is_cancelled for call in acting):
+            self._lives = {}  # the others have all of their time from here on
+        if first.is_cancelled:
+            self._told = None
+
+    def _stacks(self, workers: Workers, tickets: Mapping[int, Any]) -> Mapping[int, str]:
+        """The stacks of ranks; of those that give none at first, such as they are at the second attempt."""
+        found = dict(workers.stacks(tickets))
+        found.update(workers.stacks({rank: ticket for rank, ticket in tickets.items() if rank not in found}))
+        return found
+
+    def _facts(
+        self, workers: Workers, tickets: Mapping[int, Any], stacks: Mapping[int, str]
+    ) -> Mapping[int, RankFacts]:
+        return {
+            rank: RankFacts(life.signs, stacks.get(rank, ""), *workers.records[rank][:2])
+            for rank, life in self._lives.items()
+            if rank in tickets
+        }
+
+    def _stall(self, call: Any, seconds: float, facts: Mapping[int, RankFacts], n_more: int) -> Stall:
+        site, lines = call.site, list[str]()
+        with suppress(BandmasterError):  # a group is being closed
+            lines = chain(site.group, facts, self._find)
+        text = notice(site, seconds, facts, n_more, lines)
+        return Stall(site.group, site.method, tuple(owing(call)), seconds, text, time.time(), guilty(facts))
+
+    def _withdraw(self, told: Told) -> None:
+        """Tell that the call goes on that was told of, or has ended, unless it was cancelled."""
+        call, self._told = told.call(), None
+        if call is None or not call.is_cancelled:
+            _log.warning("%s goes on", told.words)
+
+
+def owing(call: Any) -> Mapping[int, Any]:
+    """The tickets of the ranks that owe a reply to a call."""
+    return {rank: ticket for rank, ticket in dict(call.tickets).items() if not ticket.is_done}
+
+
+def words_of(call: Any) -> str:
+    """A call in words."""
+    return f"{call.site.method} of group {call.site.group!r}"

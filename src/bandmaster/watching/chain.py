@@ -1,0 +1,66 @@
+"""The chain of a notice: what the ranks of other groups do that stalled ranks wait for, and what those wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from bandmaster.calls.open_work import OpenWork
+from bandmaster.contract import QUEUED, Workers
+from bandmaster.watching.notice import Awaited, RankFacts, awaited_by, named, places
+
+MOST_GROUPS = 8  # that a chain visits
+Find = Callable[[str], tuple[Workers, OpenWork] | None]  # the workers and the calls of an open group, by its name
+
+
+def chain(group: str, ranks: Mapping[int, RankFacts], find: Find) -> list[str]:
+    """The lines about the ranks that some ranks wait for.
+
+    Args:
+        group: The group of these ranks.
+        ranks: The ranks.
+        find: Finds other groups.
+    """
+    lines = list[str]()
+    visited = {group}
+    todo = _awaited(ranks)
+    while todo and len(visited) < MOST_GROUPS:
+        call = todo.pop(0)
+        found = find(call.group)
+        if call.group in visited or found is None:
+            if call.group == group:
+                lines.append(f"  groups wait for each other: {call} is waited for by what it waits for, for ever")
+            continue
+        visited.add(call.group)
+        facts = _facts(*found, call)
+        lines += [f"  {named(alike)} of group {call.group!r}: {words}" for words, alike in places(facts).items()]
+        todo += _awaited(facts)
+    return list(dict.fromkeys(lines))
+
+
+def _awaited(ranks: Mapping[int, RankFacts]) -> list[Awaited]:
+    """The calls that some ranks wait for, one for each group and method, with the ranks of all."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for facts in ranks.values():
+        for call in awaited_by(facts.stack):
+            found.setdefault((call.group, call.method), set()).update(call.ranks)
+    return [Awaited(method, group, tuple(sorted(some))) for (group, method), some in found.items()]
+
+
+def _facts(workers: Workers, work: OpenWork, call: Awaited) -> dict[int, RankFacts]:
+    """The facts about the ranks that a call waits for: those it was sent to; those of the same call of the controller,
+    which may have relayed it; or all, if it waits for a replica."""
+    ranks: Iterable[int] = call.ranks or _owing(work, call.method) or range(len(workers.records))
+    tickets: dict[int, Any] = dict.fromkeys(ranks)
+    stacks, signs = workers.stacks(tickets), workers.signs(list(tickets))
+    return {
+        rank: RankFacts(
+            signs[rank], stacks.get(rank, "").removeprefix(QUEUED), *workers.records[rank][:2], signs[rank].state == "R"
+        )
+        for rank in signs
+    }
+
+
+def _owing(work: OpenWork, method: str) -> list[int]:
+    calls = [call for call in work.unanswered() if call.site.method == method]
+    return sorted({rank for call in calls for rank, ticket in dict(call.tickets).items() if not ticket.is_done})
