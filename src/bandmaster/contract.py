@@ -481,7 +481,8 @@ class Workers(Protocol):
     def stacks(self, tickets: Mapping[int, Any]) -> Mapping[int, str]:
         """The Python stacks of ranks, innermost frame last, without ranks whose stacks cannot be had.
 
-        The stack of a rank that has not come to its ticket's call begins with `QUEUED`.
+        The stack of a rank that has not come to its ticket's call begins with `QUEUED`. A ticket may be None, for a
+        rank whatever it is doing.
         """
 
     def signs(self, ranks: Sequence[int]) -> Mapping[int, Signs]:

@@ -204,6 +204,11 @@ class Call(RowsResult):
         return tuple(self.tickets)
 
     @property
+    def answered(self) -> tuple[int, ...]:
+        """The ranks that have replied with a value."""
+        return tuple(self._values)
+
+    @property
     def holds_back(self) -> bool:
         """Whether it has failed and a rank has not ended it, so that ranks wait before they begin later calls."""
         return bool(self.tickets and (self.failures or self.is_cancelled))

@@ -53,6 +53,7 @@ class Result(ABC):
         is_sent: Whether it is a call that was sent.
         missing: The ranks that have not replied, if it is a call that was sent.
         behind: The failed calls before it that have not ended, in words for messages.
+        is_unread: Whether it goes on when the items that it has made are taken, and nobody waits for more.
 
     Args:
         site: Its `CallSite`: names for messages, and limits.
@@ -64,6 +65,7 @@ class Result(ABC):
     is_sent: bool = False
     missing: tuple[int, ...] = ()
     behind: str = ""
+    is_unread: bool = False
 
     def __init__(self, site: CallSite, keeps_rows: bool) -> None:
         self.site, self.keeps_rows = site, keeps_rows

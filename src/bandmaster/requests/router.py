@@ -316,7 +316,8 @@ class Router:
                 continue
             try:
                 method = request.asks_for or self.method
-                method = CALLS_BACK + method if request.calls_back else method
+                is_back = request.calls_back and not self.is_exclusive  # a method that runs alone overtakes nothing
+                method = CALLS_BACK + method if is_back else method
                 calls[request] = arguments.call(request, replica.ranks[:1], method)
             except Exception as error:  # rows were lost, there is no memory, or the group was closed
                 request.fail(error)

@@ -38,13 +38,21 @@ class GeneratorRequest(Request):
 
     Attributes:
         name: Name of the stream.
+        items: The last request for its items; None before there are some.
     """
 
     asks_for = OPEN_ITEMS
+    items: Request | None = None
 
     def __init__(self, site: CallSite, arguments: Arguments, router: SendsRequests, name: str) -> None:
         super().__init__(site, arguments, router)
         self.name = name
+
+    @property
+    def is_unread(self) -> bool:  # type: ignore[override]  # here it is computed
+        """Whether nobody waits for its next item, though it has not ended."""
+        items = self.items or self.first
+        return items is not None and items.is_done
 
     def end(self) -> None:
         """Tell those who wait that it is done, those for the first items as well if it was never sent."""
@@ -142,6 +150,7 @@ class RequestStream(Closing, Generic[T]):
                 if not run.is_done:  # else it was cancelled, or its replica has died
                     limit = self._n_taken + self._most
                     request = ItemsRequest(run.site, run.router, run.name, limit, MORE_ITEMS)
+                    run.items = request
                     run.router.send(request, run.replicas)
                 self._waits_for = RequestFuture(request, self._group)
             return self._waits_for if self._is_open else None

@@ -16,8 +16,9 @@ from bandmaster.contract import Workers
 from bandmaster.errors import BandmasterError
 from bandmaster.errors.failure import is_in_debugger
 from bandmaster.watching.chain import Find, chain
+from bandmaster.watching.collectives import mismatches
 from bandmaster.watching.life import Life
-from bandmaster.watching.notice import RankFacts, guilty, is_in_collective, notice
+from bandmaster.watching.notice import RankFacts, guilty, is_in_collective, named, notice
 from bandmaster.watching.stall import Policies, Renewed, Stall
 
 YOUNG_S = 0.5  # ranks of younger calls are not looked at
@@ -63,6 +64,8 @@ class WatchedCalls:
         self._took: dict[str, float] = {}  # the longest that calls were seen to take, by method
         self._lives: dict[int, Life] = {}
         self._told: Told | None = None
+        self._open: set[int] = set()  # the ids of the calls that ranks have, and when this has changed
+        self._changed_at = 0.0
         self._spins_at = self._looks_at = 0.0  # the moments before which this is not done again
         self._policies = Policies()
         self._acted: weakref.WeakSet[Any] = weakref.WeakSet()  # the calls whose policies were followed
@@ -82,6 +85,8 @@ class WatchedCalls:
         new = [OFTEN * limit for number, limit in limits.items() if self._seen[number].since == now]
         self._looks_at = min(self._looks_at, now + min(new, default=math.inf))
         old = [call for call in calls if id(call) in limits and now - self._seen[id(call)].since >= YOUNG_S]
+        if (open_now := {id(call) for call in old if call.tickets}) != self._open:
+            self._open, self._changed_at = open_now, now
         if self._told is not None and not any(call is self._told.call() for call in old):
             self._withdraw(self._told)
         if not old or now < self._looks_at or self._policies.is_renewing:
@@ -92,11 +97,16 @@ class WatchedCalls:
         for call in old:
             quiet, limit = self._quiet_s(call, now), limits[id(call)]
             is_long = max(quiet, default=-1.0) >= limit
-            if is_long and (min(quiet) >= limit or self._waits_in_vain(workers, call, limit, now)):
+            if not call.tickets:  # it waits for its rows, or for a place, which others have that stand still
+                is_quiet = now - max(self._changed_at, self._seen[id(call)].since) >= limit
+                is_vain = is_quiet and not (isinstance(call, Call) or call.waits_for)
+                if is_vain and (not open_now or stalled):
+                    stalled[call] = now - self._seen[id(call)].since
+            elif is_long and (min(quiet) >= limit or self._waits_in_vain(workers, call, limit, now)):
                 stalled[call] = max(quiet)
             else:
                 left.append(limit - min(quiet, default=0.0))
-        if stalled:
+        if not all(call.is_unread for call in stalled):
             self._say(workers, stalled, len(old) - 1, group)
         else:
             self._looks_at = now + min(left)
@@ -151,10 +161,11 @@ class WatchedCalls:
 
         Calls behind one that runs alone may go on when it has ended, so that their policies have to wait.
         """
-        now, first, told = time.monotonic(), next(iter(stalled)), self._told
+        now, told = time.monotonic(), self._told
+        first = next(call for call in stalled if not call.is_unread)
         acting: list[Any] = []
         for call in stalled:
-            if call.site.limits().on_stall != WARN and call not in self._acted:
+            if not call.is_unread and call.site.limits().on_stall != WARN and call not in self._acted:
                 acting.append(call)
                 if isinstance(call, Call):
                     break
@@ -165,13 +176,17 @@ class WatchedCalls:
         said = dict[Any, Stall]()
         for call in dict.fromkeys(acting if is_told else [first, *acting]):
             tickets = owing(call)
+            if not tickets:
+                tickets = {rank: ticket for other in stalled for rank, ticket in owing(other).items()}
             key = tuple(tickets)
             if key not in stacks:
                 stacks[key] = self._stacks(workers, tickets)
             if any(map(is_in_debugger, stacks[key].values())):
                 self._lives = {}  # they begin anew
                 return
-            said[call] = self._stall(call, stalled[call], self._facts(workers, tickets, stacks[key]), n_more)
+            facts = self._facts(workers, tickets, stacks[key])
+            unread = [other for other in stalled if other.is_unread and not tickets.keys().isdisjoint(owing(other))]
+            said[call] = self._stall(call, stalled[call], facts, n_more, unread)
         if not is_told:
             self._told = Told(weakref.ref(first), words_of(first), now + AGAIN * stalled[first])
             self._tell(said[first])
@@ -197,12 +212,25 @@ class WatchedCalls:
             if rank in tickets
         }
 
-    def _stall(self, call: Any, seconds: float, facts: Mapping[int, RankFacts], n_more: int) -> Stall:
-        site, lines = call.site, list[str]()
+    def _stall(
+        self, call: Any, seconds: float, facts: Mapping[int, RankFacts], n_more: int, unread: Sequence[Any]
+    ) -> Stall:
+        site = call.site
+        lines, late = mismatches({rank: one.stack for rank, one in facts.items()})
+        if facts and isinstance(call, Call) and all(is_in_collective(one.stack) for one in facts.values()):
+            ended = [*call.answered, *(rank for rank, ticket in call.tickets.items() if ticket.is_done)]
+            lines += [f"  {named(ended)} ended the call without them"] if ended else []
+        for other in unread:
+            lines.append(
+                f"  {words_of(other)}, on {named(list(owing(other)))}, goes on when its items are taken, and nobody "
+                "waits for one; iterate over the stream, or close it"
+            )
         with suppress(BandmasterError):  # a group is being closed
-            lines = chain(site.group, facts, self._find)
-        text = notice(site, seconds, facts, n_more, lines)
-        return Stall(site.group, site.method, tuple(owing(call)), seconds, text, time.time(), guilty(facts))
+            lines += chain(facts, self._find)
+        waits = "" if call.tickets else call.router.why_waiting(call.target)
+        text = notice(site, seconds, facts, n_more, lines, waits)
+        found = tuple(late) or guilty(facts)
+        return Stall(site.group, site.method, tuple(owing(call)), seconds, text, time.time(), found)
 
     def _withdraw(self, told: Told) -> None:
         """Tell that the call goes on that was told of, or has ended, unless it was cancelled."""

@@ -9,29 +9,26 @@ from bandmaster.calls.open_work import OpenWork
 from bandmaster.contract import QUEUED, Workers
 from bandmaster.watching.notice import Awaited, RankFacts, awaited_by, named, places
 
-MOST_GROUPS = 8  # that a chain visits
+MOST_CALLS = 8  # that a chain follows
 Find = Callable[[str], tuple[Workers, OpenWork] | None]  # the workers and the calls of an open group, by its name
 
 
-def chain(group: str, ranks: Mapping[int, RankFacts], find: Find) -> list[str]:
-    """The lines about the ranks that some ranks wait for.
+def chain(ranks: Mapping[int, RankFacts], find: Find) -> list[str]:
+    """The lines about the ranks that some ranks wait for, and about those that these wait for.
 
     Args:
-        group: The group of these ranks.
         ranks: The ranks.
         find: Finds other groups.
     """
     lines = list[str]()
-    visited = {group}
+    visited = set[Awaited]()
     todo = _awaited(ranks)
-    while todo and len(visited) < MOST_GROUPS:
+    while todo and len(visited) < MOST_CALLS:
         call = todo.pop(0)
         found = find(call.group)
-        if call.group in visited or found is None:
-            if call.group == group:
-                lines.append(f"  groups wait for each other: {call} is waited for by what it waits for, for ever")
+        if call in visited or found is None:
             continue
-        visited.add(call.group)
+        visited.add(call)
         facts = _facts(*found, call)
         lines += [f"  {named(alike)} of group {call.group!r}: {words}" for words, alike in places(facts).items()]
         todo += _awaited(facts)

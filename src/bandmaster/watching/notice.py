@@ -79,7 +79,12 @@ def awaited_by(stack: str) -> list[Awaited]:
 
 
 def notice(
-    site: CallSite, seconds: float, ranks: Mapping[int, RankFacts], n_more: int = 0, chain: Sequence[str] = ()
+    site: CallSite,
+    seconds: float,
+    ranks: Mapping[int, RankFacts],
+    n_more: int = 0,
+    lines: Sequence[str] = (),
+    waits: str = "",
 ) -> str:
     """The text about a call that has stalled.
 
@@ -88,17 +93,19 @@ def notice(
         seconds: Seconds without progress.
         ranks: The ranks that owe a reply.
         n_more: Further calls and requests that are behind it, or wait for the same ranks.
-        chain: Lines about the ranks of other groups that these ranks wait for.
+        lines: Further lines, such as those about the ranks of other groups that these ranks wait for.
+        waits: The reason why it was not sent; "" if it was.
     """
-    more = f", and {n_more} calls with it" if n_more else ""
+    more = f", and {n_more} other call{'s' * (n_more > 1)} with it" if n_more else ""
     shown = [f"  {named(alike, site)}: {words}" for words, alike in places(ranks).items()]
     option, scope = "options(timeout=...)", "options"
     if site.method.endswith(".__init__"):
         option, scope = "start_timeout=... of the group", "bandmaster.set_default_options"
     ends = f"  `bandmaster stack {site.group}` shows the stacks; {option} ends such a wait, and "
     ends += f"{scope}(stall_after=None) this notice"
-    head = f"{site.method} of group {site.group!r} has made no progress for {seconds:.0f} s{more}:"
-    return "\n".join([head, *shown, *chain, ends])
+    what = "has waited for a place" if waits else "has made no progress"
+    head = f"{site.method} of group {site.group!r} {what} for {seconds:.0f} s{more}:"
+    return "\n".join([head, *([f"  {waits}"] if waits else []), *shown, *lines, ends])
 
 
 def guilty(ranks: Mapping[int, RankFacts]) -> tuple[int, ...]:

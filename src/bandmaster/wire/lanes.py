@@ -360,7 +360,7 @@ class LaneClient(Client):
     def stacks(self, tickets: Mapping[int, MessageTicket]) -> dict[int, str]:
         """The stacks of ranks; see `contract.Workers.stacks`."""
         queued = {
-            rank: "" if isinstance(ticket, RequestTicket) or self.is_at(rank, ticket) else QUEUED
+            rank: "" if ticket is None or isinstance(ticket, RequestTicket) or self.is_at(rank, ticket) else QUEUED
             for rank, ticket in tickets.items()
         }
         texts = status_page.stacks([self.processes[rank] for rank in tickets])

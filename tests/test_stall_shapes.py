@@ -1,0 +1,394 @@
+"""The shapes of hangs: each is noticed, and its notice names the rank that others wait for, and what it waits for.
+
+Further ones are in `test_stalls.py`. Set BANDMASTER_SHOW_STALLS to a file to which the notices are appended.
+"""
+
+import asyncio
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from hosts import spread
+
+import bandmaster as bm
+from bandmaster import Dispatch, RemoteError, register, rl
+
+DEADLINE = 30
+AFTER = 0.5
+pytestmark = [pytest.mark.backends("local", "ray"), pytest.mark.slow_on("ray")]
+
+
+class Ranks(bm.Worker):
+    """Waits as the methods say, until a file exists."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+    def until(self, gate):
+        while not gate.exists():
+            time.sleep(0.05)
+
+    def after(self, gate, function):
+        threading.Thread(target=lambda: (self.until(gate), function())).start()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def full_queue(self, gate):
+        items = queue.Queue(1)
+        items.put(1)
+        self.after(gate, items.get)
+        items.put(2)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def dead_peer(self, gate):
+        ours, theirs = socket.socketpair()
+        self.after(gate, lambda: theirs.send(b"1"))
+        ours.recv(1)
+        ours.close(), theirs.close()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pipe_of_a_dead_child(self, gate):
+        read, write = os.pipe()
+        with subprocess.Popen([sys.executable, "-c", ""]):
+            self.after(gate, lambda: os.write(write, b"1"))
+            os.read(read, 1)
+        os.close(read), os.close(write)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def slow_import(self, gate):
+        (folder := gate.parent / f"rank{self.rank}").mkdir()
+        text = f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.05)\n"
+        (folder / f"slow_{self.rank}.py").write_text(text)
+        sys.path.insert(0, str(folder))
+        __import__(f"slow_{self.rank}")
+
+    @register(Dispatch.REQUEST, concurrency=1)
+    async def items(self):
+        for n in range(100):
+            yield n
+
+    @register(Dispatch.REQUEST, concurrency=1)
+    async def silent_engine(self, gate):
+        answered = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.after(gate, lambda: loop.call_soon_threadsafe(answered.set_result, 1))
+        return await answered
+
+
+class Agent(bm.Worker):
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def ask(self, gate):
+        return await self.ranks.silent_engine.options(replica=1)(gate)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def ask_alone(self, gate):
+        return self.ranks.silent_engine.options(replica=1)(gate).result()
+
+
+class Member(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def join(self, group):
+        self.group = group
+
+    @register(Dispatch.ONE_TO_ALL)
+    def call_own_group(self):
+        return self.group.ping()
+
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def request_that_calls_alone(self):
+        return await self.group.alone()
+
+    @register(Dispatch.REQUEST)
+    def alone(self):
+        return 1
+
+    @register(Dispatch.ONE_TO_ALL)
+    def ping(self):
+        return 1
+
+
+@pytest.fixture(scope="module")
+def ranks(backend):
+    with bm.ResourcePool(spread([3]), backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Ranks, name="actor")
+        group.set_default_options(stall_after=AFTER)
+        yield group
+
+
+@pytest.fixture(scope="module")
+def agents(ranks, backend, tmp_path_factory):
+    with bm.ResourcePool(spread([2]), backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Agent, ranks, name="agents")
+        (opened := tmp_path_factory.mktemp("gates") / "open").touch()
+        group.ask_alone(opened)  # makes the connections, which stay
+        group.set_default_options(stall_after=AFTER)
+        yield group
+
+
+@pytest.fixture
+def gate(tmp_path):
+    return tmp_path / "gate"
+
+
+@pytest.fixture
+def noticed(request):
+    """``noticed()`` waits for the next notice, and returns its text."""
+    n_before = len(bm.stalls())
+
+    def wait(method):
+        deadline = time.monotonic() + DEADLINE
+        while not (found := [one for one in bm.stalls()[n_before:] if one.method.endswith(method)]):
+            assert time.monotonic() < deadline, "nothing was noticed"
+            time.sleep(0.05)
+        if path := os.environ.get("BANDMASTER_SHOW_STALLS"):
+            with open(path, "a") as file:
+                file.write(f"--- {request.node.name}\n{found[0].text}\n")
+        return found[0].text
+
+    return wait
+
+
+@pytest.mark.parametrize(
+    "method, words",
+    [
+        ("full_queue", "in put, called by full_queue (test_stall_shapes.py:"),
+        pytest.param("dead_peer", "in dead_peer (test_stall_shapes.py:", marks=pytest.mark.slow),
+        pytest.param("pipe_of_a_dead_child", "in pipe_of_a_dead_child (test_stall_s", marks=pytest.mark.slow),
+        pytest.param("slow_import", "in <module> (slow_", marks=pytest.mark.slow),
+    ],
+)
+def test_a_method_that_waits(ranks, gate, noticed, method, words):
+    waiting = getattr(ranks, method).submit(gate)
+    text = noticed(method)
+    gate.touch()
+    waiting.result(DEADLINE)
+    assert words in text
+
+
+def test_an_engine_that_does_not_answer(ranks, gate, noticed):
+    waiting = ranks.silent_engine.options(replica=2)(gate)
+    text = noticed("silent_engine")
+    gate.touch()
+    waiting.result(DEADLINE)
+    assert "rank 2 (dp=2): in silent_engine (test_stall_shapes.py:" in text and "return await answered" in text
+
+
+def test_a_stream_that_nobody_reads_is_no_stall_until_somebody_waits_for_its_place(ranks, noticed, gate):
+    n_before = len(bm.stalls())
+    with ranks.items.options(replica=0, maxsize=2).stream() as stream:
+        assert next(stream) == 0
+        with pytest.raises(bm.CallTimeout):
+            ranks.silent_engine.options(replica=1, timeout=2.5, stall_after=None)(gate).result()
+        assert bm.stalls()[n_before:] == [], "nothing waits for it"
+        behind = ranks.pid.submit()
+        text = noticed("pid")
+        assert "  rank 0 (dp=0): not at this call yet, " in text
+        assert "Ranks.items of group 'actor', on rank 0, goes on when its items are taken, and nobody waits" in text
+        assert list(stream) == list(range(1, 100))
+        assert len(behind.result(DEADLINE)) == 3
+
+
+@pytest.mark.slow
+def test_a_request_that_waits_for_a_place_is_named_with_what_has_it(ranks, noticed):
+    with ranks.items.options(replica=0, maxsize=2).stream() as stream, bm_thread() as thread:
+        assert next(stream) == 0
+        second = thread.submit(lambda: list(ranks.items.options(replica=0).stream()))
+        text = noticed("items")
+        assert "Ranks.items of group 'actor' has waited for a place for" in text and "replica 0 runs 1 requests" in text
+        assert "on rank 0, goes on when its items are taken" in text
+        stream.close()
+        assert len(second.result(DEADLINE)) == 100
+
+
+@pytest.mark.slow
+def test_a_version_of_the_weights_that_never_comes(ranks, noticed, gate):
+    with bm_thread() as thread:
+        waiting = thread.submit(lambda: ranks.silent_engine.options(min_version=3, timeout=5)(gate))
+        text = noticed("silent_engine")
+        with pytest.raises(bm.CallTimeout):
+            waiting.result(DEADLINE)
+    assert "has waited for a place" in text and "no replica has version 3 of its weights" in text
+
+
+@pytest.mark.parametrize("method", ["ask", pytest.param("ask_alone", marks=pytest.mark.slow)])
+def test_the_end_of_a_chain_is_named(agents, gate, noticed, method):
+    waiting = agents.ask(gate) if method == "ask" else agents.ask_alone.submit(gate)
+    text = noticed(method)
+    gate.touch()
+    waiting.result(DEADLINE)
+    assert f"waiting for Ranks.silent_engine of group 'actor', rank 1, in {method} (test_stall_shapes.py:" in text
+    assert "\n  rank 1 of group 'actor': in silent_engine (test_stall_shapes.py:" in text
+
+
+@pytest.mark.slow
+@pytest.mark.here
+def test_the_end_of_a_chain_is_a_stopped_process(ranks, agents, gate, noticed):
+    gate.touch()
+    pid = ranks.pid()[1]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        waiting = agents.ask_alone.submit(gate)
+        text = noticed("ask_alone")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    waiting.result(DEADLINE)
+    assert "ranks 0, 1: waiting for Ranks.silent_engine of group 'actor', rank 1" in text
+    assert f"\n  rank 1 of group 'actor': its process {pid} on host" in text and "is stopped, by SIGSTOP" in text
+
+
+@pytest.fixture
+def members(backend):
+    with bm.ResourcePool(spread([2]), backend=backend) as pool:
+        groups = [bm.WorkerGroup(pool, Member, name=name) for name in ("one", "two")]
+        for group in groups:
+            group.join(group)
+            group.set_default_options(stall_after=AFTER)
+        yield groups
+
+
+def test_a_worker_that_would_wait_for_itself_is_refused_at_once(members):
+    with pytest.raises(RemoteError, match=r"would wait for ever: Member.call_own_group on rank 0, which calls ping"):
+        members[0].call_own_group()
+    assert members[0].request_that_calls_alone().result(DEADLINE) == 1, "the other rank runs it"
+
+
+def test_a_turn_that_is_never_given_back(members, noticed):
+    one, two = members
+    has_it, gives_it = threading.Event(), threading.Event()
+
+    def load():
+        with one.turn():
+            has_it.set()
+            gives_it.wait(DEADLINE)
+
+    thread = threading.Thread(target=load, name="loader")
+    thread.start()
+    has_it.wait(DEADLINE)
+    two.set_default_options(on_stall="raise")
+    with pytest.raises(bm.Stalled, match="the turn of group 'two' has been waited for in vain"), two.turn():
+        pass
+    gives_it.set()
+    thread.join()
+    text = noticed("turn")
+    assert "thread 'loader' has the turn of group 'one': in wait, called by load (test_stall_shapes.py:" in text
+    with two.turn():
+        assert two.ping() == [1, 1]
+
+
+def test_threads_that_wait_for_each_others_turns_are_told_of_at_once(members, backend, noticed):
+    one, two = members
+    with bm.ResourcePool([1], backend=backend) as pool, bm_thread(2) as threads:
+        three, four = [bm.WorkerGroup(pool, Member, name=name) for name in ("three", "four")]
+        three.set_default_options(on_stall="raise", stall_after=1000)
+        two.set_default_options(on_stall="raise", stall_after=1000)
+        both = threading.Barrier(2)
+
+        def take(first, second):
+            with first.turn():
+                both.wait(DEADLINE)
+                with second.turn():
+                    return True
+
+        taken = [threads.submit(take, one, three), threads.submit(take, four, two)]
+        errors = [call.exception(DEADLINE) for call in taken]
+    assert {type(error) for error in errors} <= {type(None), bm.Stalled} and errors != [None, None]
+    text = noticed("turn")
+    assert text.startswith("turns wait for each other, so that none of them ever begins:")
+    assert text.count(" has the turn of group '") == 2 and text.count("and waits for that of '") == 2
+
+
+def bm_thread(n=1):
+    from concurrent.futures import ThreadPoolExecutor
+
+    return ThreadPoolExecutor(n)
+
+
+class Trains(bm.Worker):
+    def join(self):
+        import torch
+
+        rl.start_torch_distributed(self)
+        return torch, torch.distributed
+
+    def leave(self, gate):
+        while not gate.exists():
+            time.sleep(0.05)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def skips_one(self, gate):
+        torch, distributed = self.join()
+        distributed.all_reduce(torch.ones(1))
+        if self.rank != 2:
+            distributed.all_reduce(torch.ones(1))
+        self.leave(gate)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def ends_without_others(self, gate):
+        torch, distributed = self.join()
+        if self.rank != 2:
+            distributed.all_reduce(torch.ones(1))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def differ(self, gate):
+        torch, distributed = self.join()
+        if self.rank == 1:
+            distributed.broadcast(torch.ones(1), 0)
+        else:
+            distributed.all_reduce(torch.ones(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method, words",
+    [
+        ("skips_one", "  rank 2 is not in all_reduce (number 2 of process group default_pg), in which ranks 0, 1 wait"),
+        ("ends_without_others", "  rank 2 ended the call without them"),
+        (
+            "differ",
+            "  they are in different operations, number 1 of process group default_pg: ranks 0, 2 in all_reduce, "
+            "rank 1 in broadcast",
+        ),
+    ],
+)
+def test_ranks_whose_collectives_do_not_match(backend, gate, noticed, method, words):
+    with bm.ResourcePool(spread([3]), backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Trains, name="actor")
+        call = getattr(group, method).options(stall_after=3).submit(gate)
+        text = noticed(method)
+        gate.touch()
+        call.cancel()
+    assert words in text.split("\n"), text
+
+
+@pytest.mark.slow
+def test_rows_of_a_dead_producer_and_a_full_disk_are_errors_and_no_hangs(backend):
+    class Writes(bm.Worker):
+        @register(Dispatch.DP_PROTO)
+        def rows(self, n):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        @register(Dispatch.ONE_TO_ALL)
+        def save(self):
+            with open("/dev/full", "wb", buffering=0) as file:
+                file.write(b"checkpoint")
+
+    class Reads(bm.Worker):
+        @register(Dispatch.DP_PROTO)
+        def read(self, rows):
+            return rows
+
+    with bm.ResourcePool([1, 1], backend=backend) as pool:
+        writes, reads = bm.WorkerGroup(pool, Writes), bm.WorkerGroup(pool, Reads)
+        with pytest.raises(bm.RemoteError, match="No space left on device"):
+            writes.save()
+        with pytest.raises(bm.WorkerDied):
+            reads.read.submit(writes.rows.submit([1, 2])).result(DEADLINE)
