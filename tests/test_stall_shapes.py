@@ -124,14 +124,14 @@ def ranks(backend):
         yield group
 
 
-@pytest.fixture(scope="module")
-def agents(ranks, backend, tmp_path_factory):
-    with bm.ResourcePool(spread([2]), backend=backend) as pool:
-        group = bm.WorkerGroup(pool, Agent, ranks, name="agents")
-        (opened := tmp_path_factory.mktemp("gates") / "open").touch()
-        group.ask_alone(opened)  # makes the connections, which stay
-        group.set_default_options(stall_after=AFTER)
-        yield group
+@pytest.fixture
+def groups(backend):
+    """Ranks, and agents that were given these."""
+    with bm.ResourcePool(spread([2]), backend=backend) as pool, bm.ResourcePool(spread([2]), backend=backend) as other:
+        ranks = bm.WorkerGroup(pool, Ranks, name="ranks")
+        agents = bm.WorkerGroup(other, Agent, ranks, name="agents")
+        agents.set_default_options(stall_after=AFTER)
+        yield ranks, agents
 
 
 @pytest.fixture
@@ -220,18 +220,20 @@ def test_a_version_of_the_weights_that_never_comes(ranks, noticed, gate):
 
 
 @pytest.mark.parametrize("method", ["ask", pytest.param("ask_alone", marks=pytest.mark.slow)])
-def test_the_end_of_a_chain_is_named(agents, gate, noticed, method):
+def test_the_end_of_a_chain_is_named(groups, gate, noticed, method):
+    _, agents = groups
     waiting = agents.ask(gate) if method == "ask" else agents.ask_alone.submit(gate)
     text = noticed(method)
     gate.touch()
     waiting.result(DEADLINE)
-    assert f"waiting for Ranks.silent_engine of group 'actor', rank 1, in {method} (test_stall_shapes.py:" in text
-    assert "\n  rank 1 of group 'actor': in silent_engine (test_stall_shapes.py:" in text
+    assert f"waiting for Ranks.silent_engine of group 'ranks', rank 1, in {method} (test_stall_shapes.py:" in text
+    assert "\n  rank 1 of group 'ranks': in silent_engine (test_stall_shapes.py:" in text
 
 
 @pytest.mark.slow
 @pytest.mark.here
-def test_the_end_of_a_chain_is_a_stopped_process(ranks, agents, gate, noticed):
+def test_the_end_of_a_chain_is_a_stopped_process(groups, gate, noticed):
+    ranks, agents = groups
     gate.touch()
     pid = ranks.pid()[1]
     os.kill(pid, signal.SIGSTOP)
@@ -241,8 +243,8 @@ def test_the_end_of_a_chain_is_a_stopped_process(ranks, agents, gate, noticed):
     finally:
         os.kill(pid, signal.SIGCONT)
     waiting.result(DEADLINE)
-    assert "ranks 0, 1: waiting for Ranks.silent_engine of group 'actor', rank 1" in text
-    assert f"\n  rank 1 of group 'actor': its process {pid} on host" in text and "is stopped, by SIGSTOP" in text
+    assert "ranks 0, 1: waiting for Ranks.silent_engine of group 'ranks', rank 1" in text
+    assert f"\n  rank 1 of group 'ranks': its process {pid} on host" in text and "is stopped, by SIGSTOP" in text
 
 
 @pytest.fixture

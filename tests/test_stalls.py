@@ -133,10 +133,12 @@ def test_the_rank_that_skips_a_collective_comes_first(ranks, noticed, tmp_path):
     stall = noticed()
     (tmp_path / "gate").touch()
     waiting.result(DEADLINE)
-    _, guilty, others, _ = stall.text.split("\n")
+    _, guilty, others, mismatch, _ = stall.text.split("\n")
     assert guilty.startswith("  rank 1 (dp=1): in wait_for (test_stalls.py:")
     assert others.startswith("  ranks 0, 2: waiting for other ranks in ")
     assert "all_reduce, called by skip_a_collective (test_stalls.py:" in others
+    expected = "  rank 1 is not in all_reduce (number 1 of process group default_pg), in which ranks 0, 2 wait"
+    assert mismatch == expected and stall.guilty == (1,)
 
 
 def test_a_method_that_computes_makes_progress(ranks):

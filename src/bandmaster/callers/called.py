@@ -14,7 +14,7 @@ from bandmaster.callers.circles import OpenChains, Wait
 from bandmaster.callers.door import ALL, CONTROLLER, OPTIONS, WAITS, Door, GivenGroup
 from bandmaster.callers.reached import ReachedWorkers, is_here
 from bandmaster.calls.future import Future
-from bandmaster.calls.options import RAISE, REPLACE, RESTART
+from bandmaster.calls.options import FUNCTION, RAISE, REPLACE, RESTART
 from bandmaster.calls.spec import MethodSpec, specs_of
 from bandmaster.calls.submission import Submitter
 from bandmaster.errors import UsageError, suggestion
@@ -182,7 +182,7 @@ class CalledGroup:
         workers = self._workers
         made = Submitter(lambda: workers, self._cls, self.mesh, self.name, self._reference.prefix)
         made.work.first_replica = os.getpid()  # so that callers begin with different ones
-        made.refused = dict.fromkeys((RAISE, RESTART, REPLACE), "only calls of the controller are watched for stalls")
+        made.refused = dict.fromkeys((RAISE, RESTART, REPLACE, FUNCTION), "only calls of the controller are watched")
         return made
 
     @cached_property

@@ -33,6 +33,7 @@ def check_count(name: str, value: Any) -> None:
 
 USUAL = "usual"
 WARN, RAISE, RESTART, REPLACE = POLICIES = "warn", "raise", "restart", "replace"
+FUNCTION = "a function"  # stands for any, where policies are listed
 
 
 def check_policy(value: Any) -> None:

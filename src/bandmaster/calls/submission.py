@@ -18,7 +18,7 @@ from bandmaster.calls.call import Call, Failures
 from bandmaster.calls.future import Future
 from bandmaster.calls.hooks import CallTrace, Gate, hooks
 from bandmaster.calls.open_work import OpenWork
-from bandmaster.calls.options import CallOptions, library
+from bandmaster.calls.options import FUNCTION, CallOptions, library
 from bandmaster.calls.request import CallRequest, CallSite, Collection, encode_group
 from bandmaster.calls.row_arguments import RowsElsewhere, refers_to_rows
 from bandmaster.codec import Payload
@@ -258,8 +258,9 @@ class Submitter:
             return options
         made = (options or library.options.but(self.options)).but(changes)
         policy = changes.get("on_stall")
-        if isinstance(policy, str) and policy in self.refused:
-            raise UsageError(f"on_stall={policy!r} is not possible: {self.refused[policy]}")
+        why_not = self.refused.get(policy if isinstance(policy, str) else FUNCTION) if policy is not None else None
+        if why_not is not None:
+            raise UsageError(f"on_stall={policy!r} is not possible: {why_not}")
         return made
 
     def check_open(self) -> None:

@@ -281,12 +281,12 @@ class Stalled(BandmasterError, TimeoutError):
             and after unpickling.
     """
 
-    def __init__(self, stall: Any, renewal: Any = None) -> None:
+    def __init__(self, message: str, stall: Any = None, renewal: Any = None) -> None:
         self.stall, self.renewal = stall, renewal
-        super().__init__(stall.text)
+        super().__init__(message)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.stall,)
+        return type(self), (str(self), self.stall)
 
 
 class TurnTimeout(BandmasterError, TimeoutError):

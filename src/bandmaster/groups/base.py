@@ -183,8 +183,8 @@ class AnyGroup(metaclass=ABCMeta):
 
         Raises:
             UsageError: When the block is entered: this thread or task has the turn of another group on the same slots,
-                so that the wait would never end. Threads that wait for each other's turns are not noticed: take turns
-                in the same order everywhere, or set a timeout.
+                so that the wait would never end. Threads that wait for each other's turns are told of: see `Stall`.
+            Stalled: ``on_stall`` of the group is not ``"warn"``, and it was waited for in vain.
             TurnTimeout: Another group had its turn for too long, or its calls took too long to send.
             CallTimeout: A hook took too long. It still runs; the next turn waits for it.
             RemoteError, WorkerDied: A hook raised, or a worker died; ``error.method`` names the class.

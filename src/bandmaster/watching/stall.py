@@ -85,7 +85,7 @@ class Policies:
                 with suppress(ResourceError):  # there is no thread for it
                     start_thread("bandmaster-on-stall", _call_user, policy, stall)
             elif policy != WARN and (group is None or policy == RAISE):
-                call.expire(Stalled(stall))
+                call.expire(Stalled(stall.text, stall))
             elif policy != WARN:
                 ended[call] = stall
         if ended and group is not None and workers is not None:
@@ -100,7 +100,7 @@ class Policies:
         is_for_one = all(len(stall.guilty) == 1 for stall in ended.values())
         is_replaced = is_for_one and all(call.site.limits().on_stall == REPLACE for call in ended)
         for call, stall in ended.items():
-            call.expire(Stalled(stall, renewal))
+            call.expire(Stalled(stall.text, stall, renewal))
         start_thread("bandmaster-on-stall", _renew, group, workers, sorted(ranks) if is_replaced else (), renewal)
 
 

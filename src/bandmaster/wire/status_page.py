@@ -294,6 +294,8 @@ class Activity:
             before, words = words, os.pread(page, _ACTIVITY.size, 0)
             if before == words:
                 break
+        if len(words) < _ACTIVITY.size:  # the worker is just making the page
+            return None
         running, since, n_more, n_tasks = _ACTIVITY.unpack(words)
         if not running:
             return cls("", n_tasks=n_tasks)
