@@ -235,6 +235,7 @@ PANELS = {
     "reward": "share of right answers",
     "turns": "turns of an episode",
     "staleness": "updates since a token was chosen, mean",
+    "seconds": "seconds of a step",
 }
 
 

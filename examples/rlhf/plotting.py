@@ -35,11 +35,11 @@ def plot(
         runs: By their names, the metrics of each.
         title: Above the drawing.
         lines: Values of the first metric to draw as horizontal lines, by their names.
-        panels: The titles of up to three drawings, by the metric that each shows; a last one shows the stages.
+        panels: The titles of four drawings, by the metric that each shows; of three, beside one of the stages.
     """
     figure, grid = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
     figure.suptitle(title)
-    first, *_, stages = grid.flat
+    first, *_, last = grid.flat
     for axes, (key, meaning) in zip(grid.flat, panels.items(), strict=False):
         for name, metrics in runs.items():
             points = [(line["step"], line[key]) for line in metrics if key in line]
@@ -49,7 +49,8 @@ def plot(
     for name, value in (lines or {}).items():
         first.axhline(value, linestyle=":", color="grey", label=name)
     first.legend()
-    _draw_stages(stages, next(iter(runs.values())))
+    if len(panels) < grid.size:
+        _draw_stages(last, next(iter(runs.values())))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot.close(figure)
