@@ -4,6 +4,7 @@ import importlib
 from pathlib import Path
 
 import pytest
+import uvloop
 from by_value import sent_by_value
 
 FOLDER = Path(__file__).parents[2] / "examples" / "rlhf"
@@ -11,6 +12,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "rlhf"
 
 @pytest.fixture(scope="module", autouse=True)
 def programs():
+    uvloop.new_event_loop().close()  # libuv keeps a pipe for signals in each process from its first loop on
     with sent_by_value(FOLDER, *sorted(path.stem for path in FOLDER.glob("*.py"))):
         yield
 
