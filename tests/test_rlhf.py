@@ -85,3 +85,54 @@ def test_trainer_and_generator_agree():
         actor = bm.WorkerGroup(pool, workers.Actor, mesh=bm.Mesh(dp=1, tp=1).refine(gen_tp=1))
         rows = actor.generate(running.Run(options, actor, None).prompts(0))
         assert torch.equal(actor.log_probs(rows)["log_probs"], rows["log_probs"]), "the same bits in equal layouts"
+
+
+def test_an_engine_answers_as_the_actor_does(tmp_path):
+    options = {"train": "dp=1", "backend": "inprocess"}
+    options["model"] = importlib.import_module("small_model").write_model(tmp_path)
+    lines = run("grpo", **options, engine="toy", replicas=2)
+    assert_alike(lines, run("grpo", **options), 1e-4)
+    assert max(line["log_probs_error"] for line in lines[1:]) <= 1e-4
+
+
+def test_an_unknown_engine_is_an_error():
+    with pytest.raises(SystemExit, match="--engine takes toy or vllm, got 'x'"):
+        run("grpo", engine="x")
+    with pytest.raises(SystemExit, match="--engine takes toy or vllm, got 'x'"):
+        run_agents(engine="x")
+
+
+def run_agents(**options):
+    program = importlib.import_module("agent_grpo")
+    return program.run(program.DEFAULTS(**options))
+
+
+def test_agents_learn_from_each_episode_once_while_a_replica_is_killed():
+    short = {"warm_up": 5, "steps": 3, "n_questions": 2, "n_samples": 2, "n_agents": 4, "replicas": 2, "kill_at": 2}
+    lines = run_agents(engine="toy", **short)
+    assert [line["episodes"] for line in lines] == [4, 4, 4]
+    for line in lines:
+        assert line["lost"] == line["twice"] == 0
+        assert 0 <= line["oldest"] <= 1, "no token is older than --max-staleness"
+
+
+def test_demonstrations_are_what_the_endpoint_renders(tmp_path):
+    chat = importlib.import_module("tool_chat")
+    path = importlib.import_module("small_model").write_model(tmp_path, 0, chat.WORDS, chat.CHAT_TEMPLATE)
+    tokenizer = chat.ChatTokenizer(path)
+    batch = chat.demonstrations(tokenizer, seed=0, step=0, n=8, carelessness=0.0)
+    call = {"name": "add", "arguments": '{"a": 47, "b": 85}'}
+    messages = [
+        {"role": "user", "content": "47+85+16"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "1", "content": "132"},
+    ]
+    text = tokenizer.rendered(messages, is_open=True)
+    assert text == (
+        '<user>47+85+16.<assistant><tool_call>{"name": "add", "arguments": {"a": 47, "b": 85}}</tool_call>.'
+        "<tool>132.<assistant>"
+    )
+    assert len(tokenizer.encode(text)) == 27 and tokenizer.decode(tokenizer.encode(text)) == text
+    for tokens, mask, n_tokens in zip(batch["tokens"], batch["mask"], batch["n_tokens"], strict=True):
+        said = tokenizer.decode(tokens[1:][mask.bool()])
+        assert said.count("<tool_call>") == 2 and int(n_tokens) == len(tokenizer.encode(said))

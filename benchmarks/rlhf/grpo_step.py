@@ -45,10 +45,10 @@ class Models:
     """All models of a rank, and the seconds that their methods have taken."""
 
     def __init__(self, rank: int, world_size: int, hidden: int) -> None:
-        small = models._tiny()
+        small = models.tiny()
         wide = type(small)(**{**small.to_dict(), "hidden_size": hidden, "intermediate_size": 4 * hidden})
         wide._attn_implementation = "eager"
-        models._tiny = lambda: wide
+        models.tiny = lambda: wide
         mesh = Mesh(dp=world_size, tp=1).refine(gen_tp=1)
         context = WorkerContext(rank, world_size, rank, world_size, 0, "cpu", mesh, {})
         made = [make_worker(cls, context, (), {}) for cls in (Actor, Reference, Reward)]

@@ -1,6 +1,7 @@
 """Run a program with several seeds, with a frozen policy, and supervised by right labels; draw all curves.
 
     python examples/rlhf/curves.py grpo --plot docs/rlhf/grpo.svg
+    python examples/rlhf/curves.py grpo --engines toy vllm --train dp=1 --plot docs/rlhf/grpo-vllm.svg
 
 It fails unless every seed reaches what `main` says, and the frozen policy stays where it was.
 """
@@ -13,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from plotting import Metrics, plot
@@ -45,30 +45,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program", help="grpo or ppo")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--engines", nargs="+", default=[""], help="of grpo, to compare; by default the actor itself")
     parser.add_argument("--plot", type=Path, help="file to draw to")
+    parser.add_argument("--data", type=Path, help="file for the metrics of all runs, as JSON")
     known, others = parser.parse_known_args()
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        runs, frozen = runs_of(known.program, known.seeds, Path(folder), others)
+        runs = {}
+        for engine in known.engines:
+            options = [*others, "--engine", engine] if engine else others
+            for seed in known.seeds:
+                name = f"{engine} seed {seed}".strip()
+                runs[name] = metrics_of(known.program, Path(folder, name), "--seed", str(seed), *options)
+        frozen, options = "frozen", ["--lr", "0", "--seed", str(known.seeds[0]), *options]
+        runs[frozen] = metrics_of(known.program, Path(folder, frozen), *options)
         (ceiling,) = metrics_of(known.program, Path(folder, "ceiling"), "--labels", "right", "--steps", "0", *others)
     for name, lines in runs.items():
-        print(f"{name:12} {lines[0]['accuracy']:.3f} -> {lines[-1]['accuracy']:.3f}")
+        print(f"{name:12} {lines[0]['accuracy']:.3f} -> {lines[-1]['accuracy']:.3f}{errors_of(lines)}")
     print(f"{'supervised':12} {ceiling['accuracy']:.3f}, by right labels")
     print(f"{time.monotonic() - begun:.0f} s in all")
+    if known.data:
+        known.data.write_text("".join(json.dumps({"run": name, **one}) + "\n" for name in runs for one in runs[name]))
     if known.plot:
         plot(known.plot, runs, known.program.upper(), {"supervised by right labels": ceiling["accuracy"]})
     if faults := check(runs, frozen):
         raise SystemExit("\n".join(faults))
 
 
-def runs_of(program: str, seeds: Sequence[int], folder: Path, options: Sequence[str]) -> tuple[dict[str, Metrics], str]:
-    """The metrics of all runs by their names, and the name of the one with the frozen policy."""
-    runs = {}
-    for seed in seeds:
-        runs[f"seed {seed}"] = metrics_of(program, folder / str(seed), "--seed", str(seed), *options)
-    frozen = "frozen"
-    runs[frozen] = metrics_of(program, folder / frozen, "--lr", "0", "--seed", str(seeds[0]), *options)
-    return runs, frozen
+def errors_of(lines: Metrics) -> str:
+    """How far the log-probabilities of an engine were from the trainer's, if an engine answered."""
+    errors = [line["log_probs_error"] for line in lines if "log_probs_error" in line]
+    return f", log-probabilities differ by {max(errors):.1e} at most" if errors else ""
 
 
 if __name__ == "__main__":

@@ -11,30 +11,34 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, LlamaConfig
+from transformers.utils.logging import disable_progress_bar
 
 import bandmaster as bm
 from bandmaster import rl
 
-__all__ = ["language_model", "parallel", "value_model"]
+__all__ = ["language_model", "parallel", "tiny", "value_model"]
 
 
 def language_model(name: str | None, seed: int) -> nn.Module:
     """A causal language model: that of a hub name or local path, or a tiny Llama with random weights."""
+    disable_progress_bar()  # each rank would draw one
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_pretrained(name) if name else AutoModelForCausalLM.from_config(_tiny())
+    return AutoModelForCausalLM.from_pretrained(name) if name else AutoModelForCausalLM.from_config(tiny())
 
 
 def value_model(name: str | None, seed: int) -> nn.Module:
     """The body of such a model, ``.model``, with a head that gives one value per token, at first 0."""
+    disable_progress_bar()
     torch.manual_seed(seed)
     kind = AutoModelForTokenClassification
-    model = kind.from_pretrained(name, num_labels=1) if name else kind.from_config(_tiny())
+    model = kind.from_pretrained(name, num_labels=1) if name else kind.from_config(tiny())
     for weight in model.score.parameters():
         nn.init.zeros_(weight)
     return model
 
 
-def _tiny() -> LlamaConfig:
+def tiny() -> LlamaConfig:
+    """The configuration of a tiny Llama."""
     tokenizer = Tokenizer()
     return LlamaConfig(
         vocab_size=tokenizer.SIZE,

@@ -13,32 +13,44 @@ from matplotlib import pyplot
 __all__ = ["plot"]
 
 Metrics = Sequence[Mapping[str, float]]  # of a run: a line per step
+PANELS = {
+    "accuracy": "greedy accuracy on held-out problems",
+    "reward": "mean reward of the samples",
+    "kl": "divergence from the reference, per token",
+}
+SHARES = ("accuracy", "reward")  # numbers from 0 to 1
 
 
-def plot(path: Path, runs: Mapping[str, Metrics], title: str = "", lines: Mapping[str, float] | None = None) -> None:
+def plot(
+    path: Path,
+    runs: Mapping[str, Metrics],
+    title: str = "",
+    lines: Mapping[str, float] | None = None,
+    panels: Mapping[str, str] = PANELS,
+) -> None:
     """Draw runs to a file.
 
     Args:
         path: The file; its suffix says the format, such as ``.svg``.
         runs: By their names, the metrics of each.
         title: Above the drawing.
-        lines: Accuracies to draw as horizontal lines, by their names.
+        lines: Values of the first metric to draw as horizontal lines, by their names.
+        panels: The titles of four drawings, by the metric that each shows; of three, beside one of the stages.
     """
-    figure, ((accuracy, reward), (kl, stages)) = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
+    figure, grid = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
     figure.suptitle(title)
-    for name, metrics in runs.items():
-        for axes, key in ((accuracy, "accuracy"), (reward, "reward"), (kl, "kl")):
+    first, *_, last = grid.flat
+    for axes, (key, meaning) in zip(grid.flat, panels.items(), strict=False):
+        for name, metrics in runs.items():
             points = [(line["step"], line[key]) for line in metrics if key in line]
-            axes.plot(
-                *zip(*points, strict=True), label=name, marker="." if key == "accuracy" else ""
-            ) if points else None
+            if points:
+                axes.plot(*zip(*points, strict=True), label=name, marker="." if key == "accuracy" else "")
+        axes.set(title=meaning, xlabel="step", **({"ylim": (-0.02, 1.02)} if key in SHARES else {}))
     for name, value in (lines or {}).items():
-        accuracy.axhline(value, linestyle=":", color="grey", label=name)
-    accuracy.set(title="greedy accuracy on held-out problems", ylim=(-0.02, 1.02), xlabel="step")
-    reward.set(title="mean reward of the samples", ylim=(-0.02, 1.02), xlabel="step")
-    kl.set(title="divergence from the reference, per token", xlabel="step")
-    accuracy.legend()
-    _draw_stages(stages, next(iter(runs.values())))
+        first.axhline(value, linestyle=":", color="grey", label=name)
+    first.legend()
+    if len(panels) < grid.size:
+        _draw_stages(last, next(iter(runs.values())))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot.close(figure)

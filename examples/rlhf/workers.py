@@ -103,16 +103,23 @@ class Actor(LanguageModel, Trained):
         with self.engine:
             return answered(self.rollout, self.tokenizer, prompts, temperature)
 
+    @register(Dispatch.THREE_D_PROTO)
+    def log_probs_error(self, rows: Rows) -> Rows:
+        """How far the log-probabilities of rows are from those of this model, at most: float32 (rows,)."""
+        new = self.log_probs(rows)["log_probs"]
+        return {"log_probs_error": ((new - rows["log_probs"]) * rows["mask"]).abs().amax(dim=1)}
+
     @register(UPDATE)
     def imitate(self, rows: Rows, lr: float) -> dict[str, float]:
         """Make the answers of rows more probable."""
-        new = sampling.log_probs(self.model, rows["tokens"], N_TOKENS)
+        new = sampling.log_probs(self.model, rows["tokens"], rows["mask"].shape[1])
         return self.trainer.step(-(new * rows["mask"]).sum(), rows["mask"].sum(), lr)
 
     @register(UPDATE)
     def update(self, rows: Rows, lr: float, clip: float, kl_weight: float = 0.0) -> dict[str, float]:
         """One clipped policy-gradient step, on rows with ``advantages`` and the ``reference``'s log-probabilities."""
-        new, mask = sampling.log_probs(self.model, rows["tokens"], N_TOKENS), rows["mask"]
+        mask = rows["mask"]
+        new = sampling.log_probs(self.model, rows["tokens"], mask.shape[1])
         kl = losses.kl(new, rows["reference"], mask)
         loss = losses.policy_loss(new, rows["log_probs"], rows["advantages"], mask, clip) + kl_weight * kl
         return self.trainer.step(loss, mask.sum(), lr, kl=kl)

@@ -1,0 +1,160 @@
+"""What do weights cost on their way to vLLM, if it shares the trainer's ranks, and if it has ranks of its own?
+
+Two ranks train a Llama of 26 million parameters in float32, cut over tp, and two replicas of vLLM take its weights in
+float32 after each step: in the processes of the trainer, with turns around both (`bandmaster.colocate`), or beside it.
+After each sync the greedy answers have to be those of the trainer's weights. Medians of all steps but the first.
+
+    PYTHONPATH=src .vllm/bin/python benchmarks/rlhf/hybrid.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "rlhf"))
+
+import models
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import bandmaster as bm
+from bandmaster import Dispatch, register, rl
+
+PROMPTS, GREEDY = [[5, 6, 7], [14, 8, 9]], rl.Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+
+class Trainer(rl.HoldsWeights):
+    """A model whose weights change."""
+
+    def __init__(self, path: str) -> None:
+        torch.set_num_threads(1)
+        self.model = models.parallel(models.language_model(path, 0), self, "tp")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def step(self, number: int) -> None:
+        """Change all weights, alike on ranks that have the same part."""
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.mul_(1 + 0.01 * number)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def greedy(self, prompt: list[int], n_tokens: int) -> list[int]:
+        """The most probable tokens."""
+        tokens = list(prompt)
+        with torch.no_grad():
+            for _ in range(n_tokens):
+                tokens.append(int(self.model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        return tokens[len(prompt) :]
+
+
+class Rollout(rl.VLLM):
+    """An engine of the trainer's dtype, with little memory."""
+
+    def __init__(self, path: str) -> None:
+        small = {"enforce_eager": True, "max_model_len": 64, "kv_cache_memory_bytes": 1 << 27}
+        super().__init__(path, dtype="float32", skip_tokenizer_init=True, **small)
+
+
+class Sharing(Rollout):
+    """An engine that sleeps in the turns of the trainer."""
+
+    async def on_yield(self) -> None:
+        await self.sleep()
+
+    async def on_resume(self) -> None:
+        await self.wake()
+
+
+TRAIN, ANSWER = bm.Mesh(dp=1, tp=2), bm.Mesh(dp=2, tp=1)
+
+
+@contextmanager
+def placed(way: str, path: str) -> Iterator[tuple[Any, Any]]:
+    """The trainer and the engine, on the same ranks or apart."""
+    with ExitStack() as stack:
+        pool = stack.enter_context(bm.ResourcePool([2]))
+        if way == "together":
+            meshes = {"actor": TRAIN, "rollout": ANSWER}
+            both = bm.colocate(pool, meshes=meshes, actor=(Trainer, path), rollout=(Sharing, path))
+            yield both.actor, both.rollout
+        else:
+            other = stack.enter_context(bm.ResourcePool([2]))
+            yield bm.WorkerGroup(pool, Trainer, path, mesh=TRAIN), bm.WorkerGroup(other, Rollout, path, mesh=ANSWER)
+
+
+def measure(way: str, path: str, steps: int) -> dict[str, list[float]]:
+    """Seconds of each part of each step."""
+    found: dict[str, list[float]] = {"to both": [], "sync": [], "to the engine": [], "to the trainer": []}
+
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        found[name].append(time.perf_counter() - begun)
+
+    with placed(way, path) as (actor, rollout):
+        shares = way == "together"
+        turn = partial(lambda group, *others: group.turn(*others) if shares else nullcontext())
+        with turn(actor, rollout):
+            sync = rl.WeightSync(actor, rollout)
+        for step in range(1, steps + 1):
+            with ExitStack() as stack:
+                with timed("to the trainer"):
+                    stack.enter_context(turn(actor))
+                actor.step(step)
+                expected = [actor.greedy(prompt, 4)[0] for prompt in PROMPTS]
+            with ExitStack() as stack:
+                with timed("to both"):
+                    stack.enter_context(turn(actor, rollout))
+                with timed("sync"):
+                    sync(version=step)
+            with ExitStack() as stack:
+                with timed("to the engine"):
+                    stack.enter_context(turn(rollout))
+                answers = rollout.generate({"prompt": PROMPTS}, GREEDY)["answer"]
+                assert [one.tolist() for one in answers] == expected, (answers, expected)
+    return found
+
+
+def main() -> None:
+    """Measure both, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=11)
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, to try the program")
+    known = parser.parse_args()
+    width = 64 if known.smoke else 512
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=6,
+        num_attention_heads=width // 32,
+        num_key_value_heads=width // 32,
+        initializer_range=0.1,
+        max_position_embeddings=64,
+    )
+    print("| | " + " | ".join(["to the trainer", "to both", "sync", "to the engine"]) + " |")
+    print("| --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        model.save_pretrained(folder)
+        for way in ("together", "apart"):
+            found = measure(way, folder, known.steps)
+            told = [statistics.median(found[name][1:]) * 1000 for name in ("to the trainer", "to both", "sync")]
+            told.append(statistics.median(found["to the engine"][1:]) * 1000)
+            print(f"| {way} | " + " | ".join(f"{one:.0f} ms" for one in told) + " |", flush=True)
+    print(f"{sum(weight.numel() for weight in model.parameters()):,} parameters, float32, torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    main()
