@@ -26,8 +26,7 @@ test-fast: $(VENV)/.dev
 test-all: test  ## and the slow rest: tutorials, examples, benchmarks, soak, random programs, several hosts, verl's own tests
 	$(PYTEST) -m slow $(TEST_OPTIONS)
 	PYTHONPATH=tests $(BIN)/python -m fuzz
-	$(MAKE) test-hosts-fast
-	$(MAKE) test-verl-fast
+	$(MAKE) --no-print-directory --jobs=2 test-hosts-fast test-verl-fast
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -89,7 +88,7 @@ test-verl: $(VERL)/.ready
 
 # Those of them that take a few seconds each.
 FAST_VERL_TESTS := test_get_set_dispatch_collect_cpu test_fused_workers_on_cpu test_driverfunc_to_worker \
-	test_auto_padding_on_cpu test_decorator_on_cpu test_ray_local_envs_on_cpu test_device_mesh_register
+	test_auto_padding_on_cpu test_decorator_on_cpu test_ray_local_envs_on_cpu
 
 test-verl-fast:
 	$(MAKE) test-verl VERL_TESTS="$(FAST_VERL_TESTS)"

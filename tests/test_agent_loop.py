@@ -20,6 +20,7 @@ def program():
     sys.path.pop(0)
 
 
+@pytest.mark.slow
 @pytest.mark.backends("local")
 def test_agents_learn_to_ask_and_to_go_there(program, backend):
     rewards, weights = program.learn(steps=9, n_episodes=150, backend=backend)
