@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
 from pathlib import Path
 
@@ -124,16 +125,21 @@ def test_ray_client_is_refused(monkeypatch, is_connected):
         backend.inventory()
 
 
-def test_gpus_of_a_pool_that_was_dropped_are_free(ray_cluster):
+@pytest.mark.parametrize("holds_s", [0, 0.5])
+def test_gpus_of_a_pool_that_was_dropped_are_free(ray_cluster, holds_s):
     n = int(ray_cluster.cluster_resources()["GPU"])
     gc.disable()
     try:
         pool = bm.ResourcePool([n], backend="ray", use_gpu=True).reserve()
         cycle = [pool]
         cycle.append(cycle)
+        held = [cycle] if holds_s else []
         del pool, cycle
-        with bm.ResourcePool([n], backend="ray", use_gpu=True, placement_timeout=10) as pool:
+        drops = threading.Timer(holds_s, held.clear)  # perhaps while the next pool waits for the GPUs
+        drops.start()
+        with bm.ResourcePool([n], backend="ray", use_gpu=True, placement_timeout=5) as pool:
             pool.reserve()
+        drops.join()
     finally:
         gc.enable()
 

@@ -198,7 +198,8 @@ class RayBackend:
         return reservation
 
     def _waited_for(self, request: Request, timeout_s: float) -> RayReservation:
-        deadline, has_collected = time.monotonic() + timeout_s, False
+        begin = collects_at = time.monotonic()
+        deadline = begin + timeout_s
         while True:
             nodes = self.inventory()
             if assign_nodes(request, nodes, free=False) is None:
@@ -208,9 +209,11 @@ class RayBackend:
                 reservation = self._reserved(request, [nodes[index].key for index in assigned], deadline)
                 if reservation is not None:
                     return reservation
-            elif not has_collected:  # dropped pools hold their slots as long as they are in cycles
-                has_collected = True
+            elif (
+                now := time.monotonic()
+            ) >= collects_at:  # dropped pools hold their slots as long as they are in cycles
                 gc.collect()
+                collects_at = now + max(1.0, now - begin)  # it takes a while; a pool may be dropped meanwhile
             if time.monotonic() >= deadline:
                 raise cannot_place(request, nodes, waited_s=timeout_s)
             time.sleep(POLL_S)
@@ -311,6 +314,9 @@ def placed(
     with contextlib.suppress(GetTimeoutError):
         for name, wanted, key in zip(names, bundles, keys, strict=True):
             groups.make(name, wanted, key, life)
+        if all(group.wait(1.0) for group in groups):
+            return groups
+        gc.collect()  # dropped pools hold their slots, which Ray may have said to be free shortly after they were taken
         if all(group.wait(max(1.0, min(10.0, deadline - time.monotonic()))) for group in groups):
             return groups
     groups.remove_all()
