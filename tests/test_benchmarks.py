@@ -46,7 +46,7 @@ def harness(monkeypatch):
 def smoke(program, peers, *options):
     """Run a benchmark as a person would, with this interpreter for every peer."""
     command = [sys.executable, str(BENCHMARKS / program), "--smoke", "--here", "--peers", ",".join(peers), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)  # Ray may start only at the third try
 
 
 def rows_of(path):

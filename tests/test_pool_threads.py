@@ -1,9 +1,11 @@
 """Pools and groups that threads and finalizers make and close at once: nothing is given twice."""
 
 import gc
+import logging
 import signal
 import sys
 import threading
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +14,7 @@ from ctrl_c import pressed
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
-from bandmaster.backends import inprocess, machine, register_backend
+from bandmaster.backends import inprocess, local, machine, register_backend
 
 N_GPUS, N_THREADS, N_ROUNDS = 4, 8, 20
 TIMEOUT_S = 20
@@ -22,6 +24,11 @@ class Holder(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def where(self):
         return self.device
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wait_for(self, gate):
+        while not gate.exists():
+            time.sleep(0.01)
 
 
 @pytest.fixture
@@ -40,6 +47,34 @@ def test_gpus_of_a_pool_that_was_dropped_are_free(gpus):
             pool.reserve()
     finally:
         gc.enable()
+
+
+def test_gpus_are_free_of_a_group_that_was_dropped_while_stalled_calls_are_told_of(gpus, zygote, monkeypatch, tmp_path):
+    is_telling, may_end = threading.Event(), threading.Event()
+
+    class Slow(logging.Handler):
+        def emit(self, record):
+            is_telling.set()
+            may_end.wait(TIMEOUT_S)
+
+    monkeypatch.setattr(local, "visible_devices", lambda: [str(n) for n in range(N_GPUS)])
+    handler = Slow()
+    logging.getLogger("bandmaster.watching").addHandler(handler)
+    try:
+        with bm.ResourcePool([1], backend="local") as pool:
+            group = bm.WorkerGroup(pool, Holder)
+            other = bm.WorkerGroup(bm.ResourcePool([N_GPUS], backend="local", use_gpu=True), Holder)
+            late = group.wait_for.options(stall_after=0.1).submit(tmp_path / "gate")
+            assert is_telling.wait(TIMEOUT_S)
+            del other
+            with bm.ResourcePool([N_GPUS], backend="local", use_gpu=True) as next_pool:
+                next_pool.reserve()
+            (tmp_path / "gate").touch()
+            may_end.set()
+            late.result(TIMEOUT_S)
+    finally:
+        may_end.set()
+        logging.getLogger("bandmaster.watching").removeHandler(handler)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from bandmaster.calls.open_work import OpenWork
 from bandmaster.contract import Workers
@@ -25,6 +25,24 @@ MOST_KEPT = 100
 _log = logging.getLogger(__name__)
 
 
+class _Group(NamedTuple):
+    """An open group, of which nothing is kept alive: its owner, its calls, and the group itself."""
+
+    ownership: weakref.ref[Ownership]
+    work: weakref.ref[OpenWork]
+    group: weakref.ref[Any]
+
+    @property
+    def is_open(self) -> bool:
+        ownership = self.ownership()
+        return ownership is not None and ownership.is_open
+
+    def known(self) -> tuple[Workers, OpenWork] | None:
+        """Its workers and calls; None if it is gone."""
+        ownership, work = self.ownership(), self.work()
+        return None if ownership is None or work is None else (ownership.open_workers(), work)
+
+
 class Watch:
     """Looks for stalled calls of all open groups of this process, in a thread that runs as long as there are any.
 
@@ -37,15 +55,15 @@ class Watch:
         self._lock = threading.Lock()
         self._is_running = False
         self._soon = threading.Event()
-        # No group itself, which is closed when it is dropped.
-        self._groups: dict[Ownership, tuple[weakref.ref[OpenWork], weakref.ref[Any]]] = {}
+        # No group itself, which is closed when it is dropped, nor the owner of its slots, which are free then.
+        self._groups: list[_Group] = []
         self._watched: weakref.WeakKeyDictionary[Workers, WatchedCalls] = weakref.WeakKeyDictionary()
         self._turns: Any = None
 
     def begin(self, ownership: Ownership, work: OpenWork, group: Any) -> None:
         """Look after the calls of a group, which was opened. Raises ResourceError if there can be no more threads."""
         with self._lock:
-            self._groups[ownership] = weakref.ref(work), weakref.ref(group)
+            self._groups = [*self._groups, _Group(weakref.ref(ownership), weakref.ref(work), weakref.ref(group))]
             if not self._is_running:
                 start_thread("bandmaster-watch", self._run)
                 self._is_running = True
@@ -61,10 +79,10 @@ class Watch:
 
     def find(self, name: str) -> tuple[Workers, OpenWork] | None:
         """The workers and the calls of an open group, or of that of a role; None if there is none of that name."""
-        for ownership, (known, _) in list(self._groups.items()):
-            work = known()
-            if work is not None and (name == ownership.name or name.startswith(f"{ownership.name}.")):
-                return ownership.open_workers(), work
+        for group in self._groups:
+            ownership = group.ownership()
+            if ownership is not None and f"{name}.".startswith(f"{ownership.name}."):
+                return group.known()
         return None
 
     def _run(self) -> None:
@@ -74,17 +92,18 @@ class Watch:
 
     def _look(self) -> bool:
         """Look at all groups; False if there are none, and the thread has to end."""
+        gone = [group for group in self._groups if not group.is_open]  # not under the lock: it may release slots
         with self._lock:
-            self._groups = {owner: known for owner, known in self._groups.items() if owner.is_open}
-            groups = list(self._groups.items())
+            self._groups = groups = [group for group in self._groups if group not in gone]
             self._is_running = bool(groups)
-        for ownership, (known_work, known_group) in groups:
+        for group in groups:
             try:
-                workers, work = ownership.open_workers(), known_work()
-                if work is not None:
+                known = group.known()
+                if known is not None:
+                    workers, work = known
                     if workers not in self._watched:
                         self._watched[workers] = WatchedCalls(self.tell, self.find)
-                    self._watched[workers].look(workers, work.unanswered(), known_group)
+                    self._watched[workers].look(workers, work.unanswered(), group.group)
             except BandmasterError:  # it is being closed or restarted
                 continue
             except Exception:
