@@ -46,7 +46,7 @@ def harness(monkeypatch):
 def smoke(program, peers, *options):
     """Run a benchmark as a person would, with this interpreter for every peer."""
     command = [sys.executable, str(BENCHMARKS / program), "--smoke", "--here", "--peers", ",".join(peers), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)  # Ray may start only at the third try
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)  # Ray may start at the third try only
 
 
 def rows_of(path):
@@ -121,7 +121,7 @@ def test_a_benchmark_alone_prints_its_figures(question, tmp_path):
 def test_ways_to_move_weights_are_compared(tmp_path):
     path = tmp_path / "figures.json"
     command = [sys.executable, str(BENCHMARKS / "weights.py"), "--smoke", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(path.read_text())
     assert figures["tp=3"]["over_minimum"] == 1
@@ -137,7 +137,7 @@ def test_ways_to_move_weights_are_compared(tmp_path):
 @pytest.mark.slow
 def test_weights_into_engines_are_measured():
     command = [sys.executable, str(BENCHMARKS / "engine_weights.py"), "--smoke"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nall weights " in done.stdout and "\nchanges " in done.stdout
 
@@ -145,7 +145,7 @@ def test_weights_into_engines_are_measured():
 @pytest.mark.slow
 def test_requests_are_compared():
     command = [sys.executable, str(BENCHMARKS / "many_requests.py"), "--smoke"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     for peer in ("floor", "bandmaster local", "bandmaster ray", "plain ray"):
         assert f"\n{peer} " in done.stdout, done.stdout
@@ -155,7 +155,7 @@ def test_requests_are_compared():
 @pytest.mark.slow
 def test_requests_under_load_are_answered_once():
     command = [sys.executable, str(BENCHMARKS / "requests_under_load.py"), "--smoke"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     n_answered, n_died = re.search(r"500 requests: (\d+) answered, (\d+) with its death", done.stdout).groups()
     assert int(n_answered) + int(n_died) == 500, done.stdout
@@ -165,7 +165,7 @@ def test_requests_under_load_are_answered_once():
 @pytest.mark.slow
 def test_the_processor_time_of_a_controller_of_many_hosts_is_measured(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "hosts.py"), "--smoke", "--only", "many", "--results", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = tmp_path.glob("*-hosts.json")
     rows = rows_of(path)
@@ -176,7 +176,7 @@ def test_the_processor_time_of_a_controller_of_many_hosts_is_measured(tmp_path):
 
 def test_a_part_that_nobody_knows_is_refused():
     command = [sys.executable, str(BENCHMARKS / "hosts.py"), "--only", "noop,nop"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode
     assert "no part is called nop" in done.stderr
 
