@@ -43,13 +43,18 @@ def check_policy(value: Any) -> None:
         raise UsageError(f"on_stall must be one of {known}, or a function that takes the Stall, got {value!r}")
 
 
-class Limits(TypedDict, total=False):
-    """The keywords of `CallOptions`, for type checkers."""
+class SharedLimits(TypedDict, total=False):
+    """The keywords of `CallOptions` that requests have as well, for type checkers."""
 
     timeout: float | None
-    grace: float | None
     stall_after: float | Literal["usual"] | None
     on_stall: Literal["warn", "raise", "restart", "replace"] | Callable[[Any], object]
+
+
+class Limits(SharedLimits, total=False):
+    """The keywords of `CallOptions`, for type checkers."""
+
+    grace: float | None
 
 
 class MethodOptions(Limits, total=False):

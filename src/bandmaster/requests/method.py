@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypedDict, TypeVar
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.method import MethodOfGroup
+from bandmaster.calls.options import SharedLimits
 from bandmaster.contract import MAXSIZE, METHOD, STREAM
 from bandmaster.errors import UsageError
 from bandmaster.plan.binding import bind
@@ -28,12 +29,9 @@ P = ParamSpec("P")
 G = TypeVar("G", covariant=True)
 
 
-class RequestOptions(TypedDict, total=False):
+class RequestOptions(SharedLimits, total=False):
     """The keywords of `RequestMethod.options`, for type checkers."""
 
-    timeout: float | None
-    stall_after: float | Literal["usual"] | None
-    on_stall: Literal["warn", "raise", "restart", "replace"] | Callable[[Any], object]
     key: Hashable
     replica: int | None
     spill: int

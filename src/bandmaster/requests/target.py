@@ -6,9 +6,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from bandmaster.calls.options import SharedLimits
 from bandmaster.errors import UsageError
 
-LIMITS = "timeout", "stall_after", "on_stall"  # the options that requests share with other calls; see `CallOptions`
+LIMITS = tuple(SharedLimits.__annotations__)  # the options that requests share with other calls; see `CallOptions`
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class Turn:
         self.number, self.has_begun = -1, False
         self._groups, self._timeout_s, self._resumes = groups, timeout_s, resumes
         self._deadline = Deadline(None)
-        self._blocks_thread, self._is_cancelled = True, False
+        self._blocks_thread = True
         self._why: BaseException | None = None  # it is not waited for any more
 
     def __enter__(self) -> None:
@@ -111,7 +111,7 @@ class Turn:
             await asyncio.wrap_future(entered)
         except asyncio.CancelledError:
             with _changed:
-                self._is_cancelled = True
+                self._why = CallCancelled("the task that waited for a turn was cancelled")
                 _changed.notify_all()
                 if self.has_begun:  # else the thread leaves it
                     self.__exit__()
@@ -136,7 +136,7 @@ class Turn:
                 for taker in sorted(self.takers, key=lambda taker: taker.name) if self._resumes else ():
                     taker.resume(self._deadline)
                 with _changed:
-                    self._check_not_cancelled()
+                    self._check_waited_for()
                     self.has_begun = True
                     _changed.notify_all()
         except BaseException:
@@ -164,17 +164,15 @@ class Turn:
             self.has_begun = any(turn.has_begun and self.takers <= turn.takers for turn in _entered)
             _entered.append(self)
 
-    def _check_not_cancelled(self) -> None:
-        if self._is_cancelled:
-            raise CallCancelled("the task that waited for a turn was cancelled")
+    def _check_waited_for(self) -> None:
+        if self._why is not None:
+            raise self._why
 
     def _is_free(self) -> bool:
         """Whether it can be entered now. Raises UsageError if its owner would wait for itself."""
         for taker in self.takers:
             taker.check()
-        self._check_not_cancelled()
-        if self._why is not None:
-            raise self._why
+        self._check_waited_for()
         others = [turn for turn in _entered if self._shares_slots(turn)]
         own = [turn for turn in others if turn.owner == self.owner]
         if any(self.takers <= turn.takers for turn in own):

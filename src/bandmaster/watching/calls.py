@@ -15,10 +15,10 @@ from bandmaster.calls.options import USUAL, WARN
 from bandmaster.contract import Workers
 from bandmaster.errors import BandmasterError
 from bandmaster.errors.failure import is_in_debugger
-from bandmaster.watching.chain import Find, chain
+from bandmaster.watching.chain import Find, chain, owing
 from bandmaster.watching.collectives import mismatches
 from bandmaster.watching.life import Life
-from bandmaster.watching.notice import RankFacts, guilty, is_in_collective, named, notice
+from bandmaster.watching.notice import RankFacts, guilty, is_in_collective, named, notice, words_of
 from bandmaster.watching.stall import Policies, Renewed, Stall
 
 YOUNG_S = 0.5  # ranks of younger calls are not looked at
@@ -188,7 +188,7 @@ class WatchedCalls:
             unread = [other for other in stalled if other.is_unread and not tickets.keys().isdisjoint(owing(other))]
             said[call] = self._stall(call, stalled[call], facts, n_more, unread)
         if not is_told:
-            self._told = Told(weakref.ref(first), words_of(first), now + AGAIN * stalled[first])
+            self._told = Told(weakref.ref(first), words_of(first.site), now + AGAIN * stalled[first])
             self._tell(said[first])
         self._acted.update(acting)
         self._policies.act({call: said[call] for call in acting}, group(), workers)
@@ -222,8 +222,8 @@ class WatchedCalls:
             lines += [f"  {named(ended)} ended the call without them"] if ended else []
         for other in unread:
             lines.append(
-                f"  {words_of(other)}, on {named(list(owing(other)))}, goes on when its items are taken, and nobody "
-                "waits for one; iterate over the stream, or close it"
+                f"  {words_of(other.site)}, on {named(list(owing(other)))}, goes on when its items are taken, and "
+                "nobody waits for one; iterate over the stream, or close it"
             )
         with suppress(BandmasterError):  # a group is being closed
             lines += chain(facts, self._find)
@@ -237,13 +237,3 @@ class WatchedCalls:
         call, self._told = told.call(), None
         if call is None or not call.is_cancelled:
             _log.warning("%s goes on", told.words)
-
-
-def owing(call: Any) -> Mapping[int, Any]:
-    """The tickets of the ranks that owe a reply to a call."""
-    return {rank: ticket for rank, ticket in dict(call.tickets).items() if not ticket.is_done}
-
-
-def words_of(call: Any) -> str:
-    """A call in words."""
-    return f"{call.site.method} of group {call.site.group!r}"

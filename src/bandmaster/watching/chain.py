@@ -59,5 +59,9 @@ def _facts(workers: Workers, work: OpenWork, call: Awaited) -> dict[int, RankFac
 
 
 def _owing(work: OpenWork, method: str) -> list[int]:
-    calls = [call for call in work.unanswered() if call.site.method == method]
-    return sorted({rank for call in calls for rank, ticket in dict(call.tickets).items() if not ticket.is_done})
+    return sorted({rank for call in work.unanswered() if call.site.method == method for rank in owing(call)})
+
+
+def owing(call: Any) -> Mapping[int, Any]:
+    """The tickets of the ranks that owe a reply to a call."""
+    return {rank: ticket for rank, ticket in dict(call.tickets).items() if not ticket.is_done}

@@ -104,8 +104,13 @@ def notice(
     ends = f"  `bandmaster stack {site.group}` shows the stacks; {option} ends such a wait, and "
     ends += f"{scope}(stall_after=None) this notice"
     what = "has waited for a place" if waits else "has made no progress"
-    head = f"{site.method} of group {site.group!r} {what} for {seconds:.0f} s{more}:"
+    head = f"{words_of(site)} {what} for {seconds:.0f} s{more}:"
     return "\n".join([head, *([f"  {waits}"] if waits else []), *shown, *lines, ends])
+
+
+def words_of(site: CallSite) -> str:
+    """A call in words."""
+    return f"{site.method} of group {site.group!r}"
 
 
 def guilty(ranks: Mapping[int, RankFacts]) -> tuple[int, ...]:

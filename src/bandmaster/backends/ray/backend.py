@@ -209,10 +209,8 @@ class RayBackend:
                 reservation = self._reserved(request, [nodes[index].key for index in assigned], deadline)
                 if reservation is not None:
                     return reservation
-            elif (
-                now := time.monotonic()
-            ) >= collects_at:  # dropped pools hold their slots as long as they are in cycles
-                gc.collect()
+            elif (now := time.monotonic()) >= collects_at:
+                gc.collect()  # dropped pools hold their slots as long as they are in cycles
                 collects_at = now + max(1.0, now - begin)  # it takes a while; a pool may be dropped meanwhile
             if time.monotonic() >= deadline:
                 raise cannot_place(request, nodes, waited_s=timeout_s)
