@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +73,7 @@ class Sharing(Rollout):
         await self.wake()
 
 
+PARTS = "to the trainer", "to both", "sync", "to the engine"
 TRAIN, ANSWER = bm.Mesh(dp=1, tp=2), bm.Mesh(dp=2, tp=1)
 
 
@@ -93,7 +93,7 @@ def placed(way: str, path: str) -> Iterator[tuple[Any, Any]]:
 
 def measure(way: str, path: str, steps: int) -> dict[str, list[float]]:
     """Seconds of each part of each step."""
-    found: dict[str, list[float]] = {"to both": [], "sync": [], "to the engine": [], "to the trainer": []}
+    found: dict[str, list[float]] = {name: [] for name in PARTS}
 
     @contextmanager
     def timed(name: str) -> Iterator[None]:
@@ -101,9 +101,10 @@ def measure(way: str, path: str, steps: int) -> dict[str, list[float]]:
         yield
         found[name].append(time.perf_counter() - begun)
 
+    def turn(group: Any, *others: Any) -> Any:
+        return group.turn(*others) if way == "together" else nullcontext()
+
     with placed(way, path) as (actor, rollout):
-        shares = way == "together"
-        turn = partial(lambda group, *others: group.turn(*others) if shares else nullcontext())
         with turn(actor, rollout):
             sync = rl.WeightSync(actor, rollout)
         for step in range(1, steps + 1):
@@ -142,17 +143,15 @@ def main() -> None:
         initializer_range=0.1,
         max_position_embeddings=64,
     )
-    print("| | " + " | ".join(["to the trainer", "to both", "sync", "to the engine"]) + " |")
-    print("| --- | --- | --- | --- | --- |")
+    print(f"| | {' | '.join(PARTS)} |", "| --- | --- | --- | --- | --- |", sep="\n")
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
         model.save_pretrained(folder)
         for way in ("together", "apart"):
             found = measure(way, folder, known.steps)
-            told = [statistics.median(found[name][1:]) * 1000 for name in ("to the trainer", "to both", "sync")]
-            told.append(statistics.median(found["to the engine"][1:]) * 1000)
-            print(f"| {way} | " + " | ".join(f"{one:.0f} ms" for one in told) + " |", flush=True)
+            told = [f"{statistics.median(found[name][1:]) * 1000:.0f} ms" for name in PARTS]
+            print(f"| {way} | {' | '.join(told)} |", flush=True)
     print(f"{sum(weight.numel() for weight in model.parameters()):,} parameters, float32, torch {torch.__version__}")
 
 

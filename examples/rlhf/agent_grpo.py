@@ -28,7 +28,7 @@ import numpy as np
 import openai
 import torch
 from calculator_agent import solve
-from engines import vllm_options
+from engines import engine_class, vllm_options
 from losses import group_advantages
 from measuring import measured
 from options import of_command_line, option
@@ -212,8 +212,7 @@ def warm_up(options: AgentOptions, actor: Any, tokenizer: ChatTokenizer) -> None
 @contextmanager
 def started(options: AgentOptions) -> Iterator[tuple[Any, Any, Endpoint, ChatTokenizer]]:
     """The actor after its warm-up, the engine, its endpoint, and the tokenizer."""
-    if options.engine not in ENGINES:
-        raise SystemExit(f"--engine takes {' or '.join(ENGINES)}, got {options.engine!r}")
+    engine_of_agents = engine_class(ENGINES, options.engine)
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder), options.seed, WORDS, CHAT_TEMPLATE)
         with (
@@ -225,7 +224,7 @@ def started(options: AgentOptions) -> Iterator[tuple[Any, Any, Endpoint, ChatTok
             warm_up(options, actor, tokenizer)
             mesh = bm.Mesh(dp=options.replicas, tp=1)
             with (
-                bm.WorkerGroup(servers, ENGINES[options.engine], model, options.seed, mesh=mesh) as engine,
+                bm.WorkerGroup(servers, engine_of_agents, model, options.seed, mesh=mesh) as engine,
                 Endpoint(engine, model="adder", record=True) as endpoint,
             ):
                 yield actor, engine, endpoint, tokenizer

@@ -6,7 +6,7 @@ The replicas answer as `Actor.generate` does, and get the actor's weights by `rl
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from workers import N_TOKENS, Rows
 import bandmaster as bm
 from bandmaster import Dispatch, register, rl
 
-__all__ = ["ENGINES", "EngineOptions", "model_of", "replicas", "vllm_options"]
+__all__ = ["ENGINES", "EngineOptions", "engine_class", "model_of", "replicas", "vllm_options"]
 
 
 @dataclass
@@ -77,6 +77,13 @@ class VLLMAnswers(Answers, rl.VLLM):
 ENGINES = {"toy": ToyAnswers, "vllm": VLLMAnswers}
 
 
+def engine_class(known: Mapping[str, type[rl.Engine]], name: str) -> type[rl.Engine]:
+    """The engine of a name. Raises SystemExit if there is none."""
+    if name not in known:
+        raise SystemExit(f"--engine takes {' or '.join(known)}, got {name!r}")
+    return known[name]
+
+
 def vllm_options(model: str, device: str) -> dict[str, Any]:
     """Options with which vLLM computes in the dtype of the trainer, and takes little memory of a CPU's host."""
     dtype = str(AutoConfig.from_pretrained(model).dtype).removeprefix("torch.")
@@ -91,8 +98,8 @@ def model_of(options: EngineOptions) -> Iterator[str | None]:
     Raises:
         SystemExit: There is no such engine.
     """
-    if options.engine and options.engine not in ENGINES:
-        raise SystemExit(f"--engine takes {' or '.join(ENGINES)}, got {options.engine!r}")
+    if options.engine:
+        engine_class(ENGINES, options.engine)
     with tempfile.TemporaryDirectory() as folder:
         is_written = options.engine and not options.model
         yield write_model(Path(folder), options.seed) if is_written else options.model or None
@@ -106,4 +113,4 @@ def replicas(options: EngineOptions, model: str | None) -> Iterator[Any]:
         return
     with bm.ResourcePool([options.replicas], backend=options.backend, use_gpu=options.gpus) as pool:
         mesh = bm.Mesh(dp=options.replicas, tp=1)
-        yield bm.WorkerGroup(pool, ENGINES[options.engine], model, options.seed, mesh=mesh)
+        yield bm.WorkerGroup(pool, engine_class(ENGINES, options.engine), model, options.seed, mesh=mesh)
