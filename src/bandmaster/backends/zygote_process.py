@@ -76,6 +76,10 @@ def main() -> None:
     os.setpgid(0, 0)
     controller = os.pidfd_open(os.getppid())  # unlike the socket, forks of the controller do not keep it open
     skipped = _import_all(control, *sys.argv[2:])
+    # Each worker does these two again, and finds in memory what they have read and imported here.
+    _seed_random_streams()
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("bandmaster.debugging.breakpoints")
     gc.collect()
     gc.freeze()  # keeps the memory of imported modules shared with the workers
     _Zygote(control, controller, skipped).run()
@@ -238,15 +242,16 @@ class _Zygote:
         """Collect children that have ended, and kill their orphans, which become children of the zygote only then."""
         with contextlib.suppress(BlockingIOError):
             self._wake.recv(4096)
-        has_reaped = False
+        reaped = []
         with contextlib.suppress(ChildProcessError):  # there are no children
             while (found := os.wait4(-1, os.WNOHANG))[0]:
-                pid, status, usage = found
-                has_reaped = True
-                if pid in self._living:
-                    self._living.discard(pid)
-                    self._ended[pid] = Ended(status, usage.ru_maxrss * 1024, self._memory.words())
-        if has_reaped or self._has_orphans:
+                reaped.append(found)
+        out_of_memory = self._memory.words() if reaped else ""
+        for pid, status, usage in reaped:
+            if pid in self._living:
+                self._living.discard(pid)
+                self._ended[pid] = Ended(status, usage.ru_maxrss * 1024, out_of_memory)
+        if reaped or self._has_orphans:
             self._has_orphans = self._orphans.end(self._living)
 
     def _end_all(self) -> None:
@@ -317,8 +322,9 @@ def _answers(executor: Executor, lane: Lane) -> AnswersRequests:
 
 def _take_on(spawn: Spawn) -> None:
     """Apply the controller's present environment, directory, path and arguments in place of the zygote's."""
-    os.environ.clear()
-    os.environ.update(spawn.environment)
+    for name in os.environ.keys() - spawn.environment.keys():
+        del os.environ[name]
+    os.environ.update(spawn.environment.items() - os.environ.items())
     with contextlib.suppress(OSError):
         os.chdir(spawn.directory)
     sys.path[:] = spawn.path

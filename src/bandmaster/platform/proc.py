@@ -69,8 +69,24 @@ def everyone() -> Iterator[Stat]:
 
 
 def running_children_of(pid: int) -> list[Stat]:
-    """The children of process ``pid`` that have not ended: zombies are left out."""
-    return [process for process in everyone() if process.parent == pid and process.state not in "ZX"]
+    """The children of process ``pid`` that have not ended: zombies are left out.
+
+    If one of them ends meanwhile, the kernel may leave out another: whoever has to find them all looks again then.
+    """
+    listed = _children_of(pid) if _LISTS_CHILDREN else pids()
+    return [found for found in map(stat, listed) if found and found.parent == pid and found.state not in "ZX"]
+
+
+def _children_of(pid: int) -> list[int]:
+    """Process ids of the children of a process, zombies too, by proc(5), /proc/[pid]/task/[tid]/children."""
+    children: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            children += map(int, thread.read_text().split())
+    return children
+
+
+_LISTS_CHILDREN = Path("/proc/thread-self/children").exists()  # not every kernel does; reading all processes is slow
 
 
 def is_runnable(pid: int) -> bool:
@@ -89,9 +105,7 @@ def cpu_s_of_family(pid: int) -> float:
         found = stat(one)
         if found is not None:
             ticks += found.ticks
-            for thread in Path(f"/proc/{one}/task").glob("*/children"):
-                with contextlib.suppress(OSError):
-                    family += map(int, thread.read_text().split())
+            family += _children_of(one)
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
