@@ -97,6 +97,11 @@ class SigintSafeLock:
         holder = getattr(_handler(_SIGINT), "__self__", None)
         return holder if isinstance(holder, SigintSafeLock) else None
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the calling thread enters, holds or leaves the lock, as a finalizer that the thread runs may find it."""
+        return self.lock._is_owned() or (self._is_entered and get_ident() == self._main)  # type: ignore[attr-defined]
+
     def defer(self, then: Callable[[], object]) -> None:
         """Have the main thread call a function when it has left the lock; a signal handler does."""
         self._deferred = then

@@ -262,6 +262,9 @@ class RayAgents:
 
     def _look_if_due(self) -> None:
         while self._is_due and not self._lock._is_owned():  # else this thread looks when it has done so
+            links = self._links
+            if links is not None and links.lock.is_inside:  # a finalizer within a call: the next heartbeat looks
+                return
             if not run_if_free(self._lock, self._end_unneeded):
                 return
 
