@@ -303,6 +303,7 @@ def test_weights_are_cast_and_come_to_all_replicas(source, engine, options):
     assert sync.plan.nbytes == 2 * (300 * 40 + 40 * 40 + 40 + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.backends("local")
 def test_changes_alone_are_sent_through_a_hundred_steps_with_drops_and_restarts(make_group):
     source = make_group(bm.Mesh(dp=2, tp=2), Source, {"a": (600, 500), "b": (500, 40)})

@@ -19,6 +19,8 @@ from bandmaster.rl import Sampling
 pytestmark = pytest.mark.backends("inprocess", "local")
 FOLDER = Path(__file__).parent.parent / "examples" / "rlhf"
 PROMPTS = [[4, 7, 10], [8, 5, 11, 2], [3], [1, 2, 3]]
+# What the workers of these tests would each import.
+PRELOAD = ("torch._dynamo", "torch.distributed.tensor.parallel", "transformers.models.llama.modeling_llama")
 GREEDY = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
@@ -41,12 +43,12 @@ def kit(backend):
 
     @contextmanager
     def make_source():
-        with bm.ResourcePool([mesh.size], backend=backend) as pool:
+        with bm.ResourcePool([mesh.size], backend=backend, preload=PRELOAD) as pool:
             yield bm.WorkerGroup(pool, Source, small_model, cut, mesh=mesh)
 
     with (
         sent_by_value(FOLDER, "toy_engine"),
-        bm.ResourcePool([2], backend=backend) as pool,
+        bm.ResourcePool([2], backend=backend, preload=PRELOAD) as pool,
         make_source() as source,
     ):
         toy = importlib.import_module("toy_engine").ToyEngine

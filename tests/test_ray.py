@@ -18,8 +18,9 @@ import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.testing import no_leaks
 
+FAST = ("controller_killed", "node_lost", "session_ended")
 PROGRAMS = [
-    pytest.param(path, id=path.stem, marks=() if path.stem.endswith(("killed", "lost", "ended")) else pytest.mark.slow)
+    pytest.param(path, id=path.stem, marks=() if path.stem in FAST else pytest.mark.slow)
     for path in sorted((Path(__file__).parent / "ray_programs").glob("*.py"))
 ]
 

@@ -56,10 +56,9 @@ def test_a_recorded_call_returns_the_same(group, tmp_path):
         result = group.noisy(list(range(4)), scale=3)
     group.noisy([1, 2])  # is not recorded
     assert len(list(tmp_path.iterdir())) == 2
-    for rank in range(2):
-        status, said = replayed(tmp_path, "--rank", rank, "--run")
-        assert status == 0 and f"Model.noisy on rank {rank} of 2, recorded on host" in said
-        assert f"returned {result[2 * rank : 2 * rank + 2]!r}" in said
+    status, said = replayed(tmp_path, "--rank", 1, "--run")
+    assert status == 0 and "Model.noisy on rank 1 of 2, recorded on host" in said
+    assert f"returned {result[2:]!r}" in said
 
 
 @pytest.mark.backends("local")
@@ -72,8 +71,8 @@ def test_ranks_rows_and_async_methods(group, tmp_path):
     assert later.result() == rows.result()
     (file,) = (tmp_path / "new").iterdir()
     assert file.name == "0001-Model.later-rank-1.call"
-    assert replayed(file, "--run") == (0, replayed(file)[1])
-    assert f"returned {rows.result()[2:]!r}" in replayed(file)[1]
+    status, said = replayed(file)  # whatever it raises is looked at in a debugger, but nothing is
+    assert status == 0 and f"returned {rows.result()[2:]!r}" in said
     with record(group, tmp_path / "new", ranks=[1]):
         group.later([5, 6])
     assert "returned [6]" in replayed(tmp_path / "new")[1]  # the last one

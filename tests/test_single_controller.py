@@ -552,17 +552,18 @@ def test_a_group_is_freed_as_soon_as_nobody_has_it(make_pool):
         del group
 
 
-def test_workers_whose_handles_are_kept_outlive_their_group(pool, ray_cluster):
-    group = RayWorkerGroup(pool, RayClassWithInitArgs(Actor, bonus=7))
-    handles = group.workers
-    del group
-    gc.collect()
-    assert ray_cluster.get([handle.bare.remote(1) for handle in handles]) == [8] * 4
-    with RayWorkerGroup(pool, RayClassWithInitArgs(Actor)) as closed:
-        handle, deadline = closed.workers[0], idle_time() + 30
-    with pytest.raises(ray_cluster.exceptions.RayActorError):
-        while idle_time() < deadline:  # Ray ends actors a moment later
-            ray_cluster.get(handle.bare.remote(1))
+def test_workers_whose_handles_are_kept_outlive_their_group(ray_cluster):
+    with RayResourcePool([2], use_gpu=False) as pool:
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Actor, bonus=7, dp=1))
+        handles = group.workers
+        del group
+        gc.collect()
+        assert ray_cluster.get([handle.bare.remote(1) for handle in handles]) == [8] * 2
+        with RayWorkerGroup(pool, RayClassWithInitArgs(Actor, dp=1)) as closed:
+            handle, deadline = closed.workers[0], idle_time() + 30
+        with pytest.raises(ray_cluster.exceptions.RayActorError):
+            while idle_time() < deadline:  # Ray ends actors a moment later
+                ray_cluster.get(handle.bare.remote(1))
 
 
 def test_detached_workers_outlive_the_process(ray_cluster):

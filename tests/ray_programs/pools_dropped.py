@@ -1,4 +1,4 @@
-"""Pools that are collected as garbage while a call is under way give back their slots, and end the agents of their nodes."""
+"""Pools that are collected as garbage during a call give back their slots, and end the agents of their nodes."""
 
 import signal
 import sys

@@ -99,7 +99,7 @@ class SigintSafeLock:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the calling thread enters, holds or leaves the lock, as a finalizer that the thread runs may find it."""
+        """Whether the calling thread enters, holds or leaves the lock, as a finalizer may find it."""
         return self.lock._is_owned() or (self._is_entered and get_ident() == self._main)  # type: ignore[attr-defined]
 
     def defer(self, then: Callable[[], object]) -> None:

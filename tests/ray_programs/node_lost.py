@@ -1,4 +1,4 @@
-"""Rows are lost with the node that holds them: who reads them is told whose rows, at once."""
+"""A node that is lost takes its workers and rows with it: calls and readers are told in time, and the rest goes on."""
 
 import os
 import re
@@ -34,43 +34,59 @@ class Rows(bm.Worker):
     def raylet(self):
         return int(os.environ["RAY_RAYLET_PID"])
 
+    @register(Dispatch.ONE_TO_ALL)
+    def hang(self):
+        time.sleep(300)
+
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
-node = cluster.add_node(num_cpus=1)
+node = cluster.add_node(num_cpus=2)
 cluster.wait_for_nodes()
 ray.init(address=cluster.address, log_to_driver=False)
 
 
-def check_lost(read, message):
+def check_fails(read, kind, message):
     try:
         read()
-    except bm.RowsLost as error:
+    except kind as error:
         assert re.match(message, str(error)), error
     else:
-        raise AssertionError("read as if nothing was")
+        raise AssertionError("as if nothing was")
 
 
 def main():
-    with bm.ResourcePool([1, 1], backend="ray") as apart, bm.ResourcePool([2], backend="ray") as together:
-        makers, readers = bm.WorkerGroup(apart, Rows), bm.WorkerGroup(together, Rows)
+    with (
+        bm.ResourcePool([1, 1], backend="ray") as apart,
+        bm.ResourcePool([1, 1], backend="ray") as busy,
+        bm.ResourcePool([2], backend="ray") as together,
+    ):
+        makers, hangs, readers = (bm.WorkerGroup(pool, Rows) for pool in (apart, busy, together))
         rows = makers.make.submit(np.arange(10))
         assert len(rows) == 10
         lost = makers.raylet().index(node.all_processes["raylet"][0].process.pid)
+        pending = hangs.hang.submit()
         cluster.remove_node(node, allow_graceful=False)
+
         begun = idle_time()
+        error = pending.exception(timeout=60)
+        assert isinstance(error, bm.WorkerDied), error
+        assert idle_time() - begun < 5, "the agent ends with its node, and hangs up"
+        assert not hangs.healthy
+        check_fails(hangs.raylet, bm.WorkerDied, "")
+
         while makers.healthy:
             time.sleep(0.01)
         start, host = 5 * lost, rows.where[lost].host
-        of = f"rows {start} to {start + 4} of Rows.make, which rank {lost} has left on host {host}, are gone"
+        gone = f".*rows {start} to {start + 4} of Rows.make, which rank {lost} has left on host {host}, are gone"
         for submit in [
             lambda: readers.total.submit(rows),
             lambda: readers.total.submit(rows.shuffle(0)),
             lambda: readers.add.submit(rows[2:8]),
         ]:
-            check_lost(lambda submit=submit: submit().result(timeout=60), f".*{of}")
-        assert idle_time() - begun < 60, "its agent hangs up"
+            check_fails(lambda submit=submit: submit().result(timeout=60), bm.RowsLost, gone)
         for future in [rows, rows[start + 1 : start + 3]]:
-            check_lost(future.result, f".*{of}")
+            check_fails(future.result, bm.RowsLost, gone)
+        assert idle_time() - begun < 60
         assert sum(readers.total(rows[5 - start : 10 - start])) == 35 - 5 * start, "those of the other node are there"
 
 
