@@ -314,6 +314,33 @@ def test_rows_are_waited_for_as_long_as_a_host_may_be_silent(group, monkeypatch)
         os.kill(pids[2], signal.SIGKILL)
 
 
+class Slow:
+    """A value whose decoding takes longer than a host may be silent, as that of a type that imports much."""
+
+    def __reduce__(self):
+        return time.sleep, (5,)
+
+
+class Keeper(bm.Worker):
+    @register(bm.TransferProtocol(bm.Broadcast(), bm.Concat("dp")))
+    def keep(self):
+        values = np.empty(2, object)
+        values[:] = [Slow(), "d"] if self.rank else ["a", Slow()]
+        return {"value": values, "wide": np.zeros((2, 100_000))}
+
+    @register(bm.TransferProtocol(bm.Split("dp"), bm.Gather("dp")))
+    def values(self, rows):
+        return rows["value"].tolist()
+
+
+def test_a_host_that_takes_long_to_cut_rows_is_waited_for(monkeypatch):
+    monkeypatch.setenv("BANDMASTER_HOST_TIMEOUT", "4")
+    with bm.ResourcePool([1, 1], backend="hosts") as pool:
+        group = bm.WorkerGroup(pool, Keeper)
+        kept = group.keep.submit()
+        assert group.values(kept[[3, 0]]) == [["d"], ["a"]], "of the other host each, which decodes all of its rows"
+
+
 # --- many hosts ---
 
 

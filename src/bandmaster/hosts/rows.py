@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 from bandmaster.codec import Payload, decode, encode
@@ -64,11 +64,14 @@ class Fetch(NamedTuple):
 
 def serve_rows(link: Link, store: RowStore) -> None:
     """Send rows to an agent of another host, or to the controller, until the link ends."""
-    with contextlib.suppress(Closed), contextlib.closing(link):
+    with contextlib.suppress(Closed), contextlib.closing(link), ThreadPoolExecutor(1, "bandmaster-cut") as cutter:
         while (message := link.receive()) is not None:
             key, numbers = message.content
             try:
-                payload = _of_this_host(store, key, numbers)
+                cut = cutter.submit(_of_this_host, store, key, numbers)  # whose type may have to be imported first
+                while not wait([cut], host_timeout_s() / 4).done:
+                    link.send(FrameKind.PONG)
+                payload = cut.result()
             except Exception as error:  # they are gone, or cannot be read here
                 link.send(FrameKind.ROWS, str(error))
             else:
@@ -140,8 +143,8 @@ class _Fetchers:
                         closing.callback(connection.close)
                     connection.place = wanted.place
                     connection.send(FrameKind.FETCH, fetch.key, fetch.rows)
-                    answer = connection.receive()
-                    assert answer is not None, "this waits for it"
+                    while (answer := connection.receive()) is None or answer.kind == FrameKind.PONG:
+                        pass
                 except BaseException as error:  # there may be no memory
                     if connection is None or isinstance(error, Closed):
                         why = f"{fetch.origin} cannot be fetched from {fetch.address[0]}: {error}"
