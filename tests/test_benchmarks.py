@@ -57,6 +57,7 @@ def test_every_benchmark_is_tested():
     files = {path.stem for path in BENCHMARKS.glob("*.py")}
     alone = {
         "weights",
+        "diagnosis",
         "engine_weights",
         "hosts",
         "many_requests",

@@ -173,7 +173,8 @@ def test_the_summary_of_methods(three):
         for _ in range(3):
             three.sleep(0.05)
         three.use(three.make.submit(np.arange(3)))
-    lines = repr(trace).splitlines()
+    *lines, last = repr(trace).splitlines()
+    assert last == trace.diagnosis()
     assert lines[1].split() == ["method", "calls", "s", "send", "wait", "run", "skew", "return", "bytes"]
     (sleep,) = [line.split() for line in lines if line.startswith("Timed.sleep")]
     assert sleep[1] == "3"

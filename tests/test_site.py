@@ -13,7 +13,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 CONFIGURATION = (ROOT / "mkdocs.yml").read_text()
-MODULES = ("bandmaster", "bandmaster.rl", "bandmaster.serve", "bandmaster.testing", "bandmaster.single_controller.base")
+MODULES = (
+    "bandmaster",
+    "bandmaster.rl",
+    "bandmaster.serve",
+    "bandmaster.testing",
+    "bandmaster.timeline",
+    "bandmaster.single_controller.base",
+)
 PAGES = sorted(DOCS.rglob("*.md"))
 
 

@@ -21,9 +21,11 @@ class CallTrace(Protocol):
 
     Attributes:
         returned_nbytes: Bytes of values that the controller received.
+        is_request: Whether it is that of a request.
     """
 
     returned_nbytes: int
+    is_request: bool
 
     def is_encoded(self, nbytes: int) -> None:
         """Record that the arguments of the call are encoded."""

@@ -183,6 +183,7 @@ class Request(RowsResult):
         """Begin its record, if a trace records."""
         if hooks.trace is not None:
             self.record = hooks.trace(self.site.group, self.site.method, self.workers)
+            self.record.is_request = True
             self.record.is_encoded(0 if self.arguments is None else self.arguments.nbytes)
 
     @property

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from bandmaster.calls.hooks import hooks
 from bandmaster.contract import Workers
@@ -20,12 +21,22 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+class Picture(Protocol):
+    """A picture of a run: it shows itself in a notebook, as a `bandmaster.timeline.Timeline` does."""
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file: ``.html``, ``.svg`` or ``.png``."""
+
+    def _repr_html_(self) -> str: ...
+
+
 class Trace:
     """Records calls until it is stopped; `trace` begins one.
 
     Attributes:
         last: The trace that was begun last; None if there was none.
         calls: The recorded calls, in the order of submission.
+        began: The time at which it began, in seconds since the epoch.
     """
 
     last: ClassVar[Trace | None] = None
@@ -34,7 +45,7 @@ class Trace:
         self._path = None if path is None else Path(path)
         self._records: list[CallRecord] = []
         self._numbers = itertools.count()
-        self._origin_ns = time.monotonic_ns()
+        self._origin_ns, self.began = time.monotonic_ns(), time.time()
 
     @property
     def calls(self) -> CallTable:
@@ -74,8 +85,17 @@ class Trace:
         rows = [[method, *_shares(records)] for method, records in by_method.items()]
         return text_table("methods", ["method", "calls", "s", "send", "wait", "run", "skew", "return", "bytes"], rows)
 
+    def timeline(self) -> Picture:
+        """The picture of the run: a lane for each rank; see `bandmaster.timeline`. A notebook shows it."""
+        picture: Picture = importlib.import_module("bandmaster.timeline").Timeline.of(self)
+        return picture
+
+    def diagnosis(self) -> str:
+        """Say in one sentence where the time went; see `bandmaster.timeline.diagnosis`."""
+        return str(importlib.import_module("bandmaster.timeline").diagnosis(self.calls))
+
     def __repr__(self) -> str:
-        return self.summary()
+        return f"{self.summary()}\n{self.diagnosis()}"
 
     def save(self, path: str | Path) -> None:
         """Write a file that https://ui.perfetto.dev opens: a track for each rank, arrows from call to call.

@@ -60,6 +60,8 @@ class CallRecord:
         read_nbytes: Bytes of rows that ranks have read by reference, by place: ``"shared memory"``, or ``"network"``
             for those of other hosts.
         takes_from: The numbers of the calls that made those rows, each with the rank that made them.
+        is_request: Whether it is a request, which waits in the controller until a replica has a place for it.
+        versions: By rank, the version of its weights that it had reported when it replied, if it has.
 
     Args:
         number: Its number in the trace.
@@ -72,6 +74,8 @@ class CallRecord:
     sent_nbytes = returned_nbytes = kept_nbytes = 0
     read_nbytes: Mapping[str, int] = NOTHING
     takes_from: Set[tuple[int, int]] = frozenset()
+    is_request = False
+    versions: Mapping[int, int] = MappingProxyType({})
 
     def __init__(self, number: int, group: str, method: str, origin_ns: int, workers: Workers) -> None:
         self.number, self.group, self.method = number, group, method
@@ -128,6 +132,9 @@ class CallRecord:
             self._raw.pop(rank, None)  # a worker that has died reports no times
         else:
             self._raw[rank] = ticket.times
+        reported = [one.version for one in self._workers.reports.get(rank, {}).values() if one.version is not None]
+        if reported:
+            self.versions = {**self.versions, rank: max(reported)}
         if type(value) is Payload:
             self.returned_nbytes += value.nbytes
         elif value is not None and type(value) is not Failure and value.facts is not None:  # type: ignore[union-attr]

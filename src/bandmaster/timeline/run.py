@@ -1,0 +1,131 @@
+"""`Run`: the calls of a trace as plain values, which pictures and findings are computed from. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from bandmaster import CallRecord, Stall, Trace, stalls
+
+Rank = tuple[str, int]  # the group's name and the rank
+
+
+class Moments(NamedTuple):
+    """Times of one rank in one call, in seconds since the trace began.
+
+    Attributes:
+        begun: It has begun the call.
+        decoded: The arguments were decoded.
+        ran: The method had returned.
+        encoded: The value was encoded.
+        received: The controller had the reply.
+    """
+
+    begun: float
+    decoded: float
+    ran: float
+    encoded: float
+    received: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, with the attributes of `bandmaster.CallRecord` that have the same name.
+
+    Attributes:
+        moments: The times of each rank that has replied.
+    """
+
+    number: int
+    group: str
+    method: str
+    begun: float
+    encoded: float
+    sent: float
+    done: float | None
+    moments: Mapping[int, Moments]
+    is_request: bool = False
+    sent_nbytes: int = 0
+    returned_nbytes: int = 0
+    kept_nbytes: int = 0
+    read_nbytes: Mapping[str, int] = field(default_factory=dict)
+    takes_from: Set[tuple[int, int]] = frozenset()
+    versions: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, record: CallRecord) -> Call:
+        """The values of a record, as they are now."""
+        return cls(
+            number=record.number,
+            group=record.group,
+            method=record.method,
+            begun=record.begun,
+            encoded=record.encoded,
+            sent=record.sent,
+            done=record.done,
+            moments={rank: Moments(*record.moments(rank)) for rank in sorted(record.replied)},
+            is_request=record.is_request,
+            sent_nbytes=record.sent_nbytes,
+            returned_nbytes=record.returned_nbytes,
+            kept_nbytes=record.kept_nbytes,
+            read_nbytes=record.read_nbytes,
+            takes_from=record.takes_from,
+            versions=record.versions,
+        )
+
+    @property
+    def end(self) -> float:
+        """The last time that is known of it."""
+        return max([self.sent, self.done or 0.0, *(times.received for times in self.moments.values())])
+
+
+@dataclass(frozen=True)
+class Run:
+    """The calls of a trace.
+
+    Attributes:
+        calls: The calls, in the order of submission.
+        places: The host, pid and device of each rank, as text.
+        stalls: The notices of calls that made no progress while the trace was open.
+        began: The beginning of the trace, in seconds since the epoch.
+    """
+
+    calls: tuple[Call, ...]
+    places: Mapping[Rank, str] = field(default_factory=dict)
+    stalls: tuple[Stall, ...] = ()
+    began: float = 0.0
+
+    @classmethod
+    def of(cls, trace: Trace, last: float | None = None) -> Run:
+        """The run that a trace has recorded, or the calls of its last seconds; calls may still be under way."""
+        records = list(trace.calls)
+        calls = [Call.of(record) for record in records]
+        end = max([call.end for call in calls], default=0.0)
+        places: dict[Rank, str] = {}
+        for record in records:
+            for rank in record.replied:
+                if (record.group, rank) not in places:
+                    places[record.group, rank] = record.place(rank)
+        noticed = [stall for stall in stalls() if trace.began <= stall.at <= trace.began + end + 1.0]
+        if last is not None:
+            calls = [call for call in calls if call.end >= end - last]
+        return cls(tuple(calls), places, tuple(noticed), trace.began)
+
+    @property
+    def begin(self) -> float:
+        """The submission of the first call."""
+        return min([call.begun for call in self.calls], default=0.0)
+
+    @property
+    def end(self) -> float:
+        """The end of the last call."""
+        return max([call.end for call in self.calls], default=0.0)
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Format some ranks, such as ``"rank 3"`` or ``"ranks 2 and 3"``."""
+    numbers = [str(rank) for rank in sorted(ranks)]
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"

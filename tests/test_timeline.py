@@ -1,0 +1,245 @@
+"""The picture of a run, and the sentence that says where its time went."""
+
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+from bandmaster.timeline import Call, Moments, Run, Timeline, diagnosis, findings
+from bandmaster.timeline.lanes import CONTROLLER, Item, lanes_of, stacked
+
+ROOT = Path(__file__).parents[1]
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    """The runs with bottlenecks of the benchmark."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import diagnosis as module
+    finally:
+        sys.path.pop(0)
+    yield module
+    del sys.modules["diagnosis"]
+
+
+class Engine(bm.Worker):
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def answer(self, value):
+        return value
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, version):
+        bm.report(self, version=version)
+
+    @register(Dispatch.DP_PROTO)
+    def score(self, rows):
+        return rows * 2
+
+
+@pytest.fixture
+def trace(backend):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        engine = bm.WorkerGroup(pool, Engine, name="engine")
+        with bm.trace() as trace:
+            engine.load(3)
+            engine.answer.map([1, 2, 3, 4, 5, 6]).result()
+            rows = engine.score.submit(np.arange(200_000))
+            engine.score(rows)
+        yield trace
+
+
+def embedded(page):
+    """The facts of a page, as its script reads them."""
+    return json.loads(re.search(r'id="head">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def test_a_lane_for_each_rank_and_for_the_controller(trace):
+    run = Run.of(trace)
+    lanes = lanes_of(run)
+    assert [(lane.group, lane.rank) for lane in lanes] == [(CONTROLLER, -1), ("engine", 0), ("engine", 1)]
+    items = [item for lane in lanes[1:] for row in lane.rows for item in row]
+    assert len(items) == sum(len(call.ranks) for call in trace.calls)
+    assert [call.is_request for call in run.calls] == [False] + 6 * [True] + [False, False]
+    for lane in lanes[1:]:
+        assert f"rank {lane.rank} (" in lane.place
+        assert [version for _, version in lane.versions] == [3]
+        for row in lane.rows:
+            assert all(a.end <= b.begun + 1e-9 for a, b in pairwise(row)), "items of a row do not overlap"
+
+
+def test_what_ranks_report_when_they_reply_is_recorded(trace):
+    load, *_, score = trace.calls
+    assert load.versions == {0: 3, 1: 3}
+    assert score.versions == {0: 3, 1: 3}
+
+
+def test_overlapping_items_are_stacked_in_as_few_rows_as_possible():
+    chance = random.Random(0)
+    items = [Item(n, chance.uniform(0, 10), 0.0, 0.0, chance.uniform(0, 2), 0.0, 0.0) for n in range(300)]
+    rows = stacked(items)
+    assert sorted(item for row in rows for item in row) == sorted(items)
+    assert all(a.end <= b.begun + 1e-9 for row in rows for a, b in pairwise(row))
+    most = max(sum(one.begun <= item.begun < one.end for one in items) for item in items)
+    assert len(rows) == most
+
+
+def test_the_page_needs_no_network_and_holds_every_call(trace, tmp_path):
+    trace.timeline().save(tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert not re.search(r"(src|href)\s*=|@import|url\(|fetch\(|XMLHttp", page)
+    head = embedded(page)
+    assert head["sentence"] == trace.diagnosis()
+    assert head["number"] == [call.number for call in trace.calls]
+    assert [lane["rank"] for lane in head["lanes"]] == [-1, 0, 1]
+
+
+def test_names_cannot_break_out_of_the_page():
+    name = "</script><script>alert(1)</script>@@HEAD@@"
+    moments = {0: Moments(0.0, 0.0, 1.0, 1.0, 1.0)}
+    page = Timeline(Run((Call(0, name, f"{name}.run", 0.0, 0.0, 0.0, 1.0, moments),))).html()
+    assert "<script>alert" not in page
+    assert embedded(page)["methods"] == [[name, f"{name}.run"]]
+
+
+def test_a_notebook_shows_the_page_in_a_frame_of_its_own(trace):
+    shown = trace.timeline()._repr_html_()
+    assert shown.startswith('<iframe sandbox="allow-scripts"')
+    assert shown.count("<") == 2, "all else is escaped"
+    assert repr(trace.timeline()) == "<Timeline of 9 calls on 2 ranks>"
+
+
+def test_pictures_by_matplotlib(tmp_path):
+    pytest.importorskip("matplotlib")
+    moments = {rank: Moments(0.0, 0.1, 1.0, 1.1, 1.2) for rank in range(2)}
+    call = Call(0, "engine", "Engine.score", 0.0, 0.0, 0.0, 1.3, moments, versions={0: 3})
+    program = "import sys; from bandmaster.timeline import *\n"  # matplotlib keeps its fonts open
+    program += f"for path in sys.argv[1:]: Timeline(Run(({call!r},))).save(path)"
+    files = [tmp_path / "run.svg", tmp_path / "run.png"]
+    subprocess.run([sys.executable, "-c", program, *files], timeout=120, check=True)
+    text = "".join(xml.etree.ElementTree.parse(files[0]).getroot().itertext())
+    assert "rank 1" in text and "Engine.score" in text and "v3" in text
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_suffix_is_an_error_that_names_those_there_are():
+    with pytest.raises(bm.UsageError, match=r"one of \.html, \.svg, \.png, got the suffix '\.json'.*use Trace\.save"):
+        Timeline(Run(())).save("run.json")
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(tmp_path):
+    program = "import sys; sys.modules['matplotlib'] = None\nfrom bandmaster.timeline import *\n"
+    program += f"try: Timeline(Run(())).save({str(tmp_path / 'run.svg')!r})\nexcept ImportError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert "pip install 'bandmaster[timeline]'" in done.stdout
+
+
+def test_nothing_of_it_is_imported_before_it_is_asked_for():
+    program = "import sys, bandmaster\nbandmaster.trace\nassert 'bandmaster.timeline' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
+
+
+def test_an_open_trace_and_an_empty_one(tmp_path):
+    with bm.trace() as trace:
+        assert trace.diagnosis() == "no call has ended"
+        trace.timeline().save(tmp_path / "run.html")
+    assert repr(trace).endswith("\nno call has ended")
+
+
+def test_the_last_seconds_of_a_run():
+    calls = [
+        Call(n, "g", "G.run", float(n), float(n), float(n), n + 0.5, {0: Moments(n, n, n + 0.5, n + 0.5, n + 0.5)})
+        for n in range(10)
+    ]
+    with bm.trace() as trace:
+        pass
+    assert Run.of(trace, last=3.0).calls == ()
+    assert len(Timeline(Run(tuple(calls))).run.calls) == 10
+
+
+def test_stalls_are_in_the_picture(tmp_path):
+    moments = {rank: Moments(0.0, 0.0, 5.0, 5.0, 5.0) for rank in range(2)}
+    stall = bm.Stall("g", "G.run", (0, 1), 2.0, "rank 1 holds up the others", 104.0, (1,))
+    head = embedded(Timeline(Run((Call(0, "g", "G.run", 0.0, 0.0, 0.0, 5.0, moments),), {}, (stall,), 100.0)).html())
+    (told,) = head["stalls"]
+    assert (told["from"], told["to"], told["lanes"], told["guilty"]) == (2.0, 4.0, [1, 2], [2])
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+def test_a_browser_draws_it(trace, tmp_path):
+    trace.timeline().save(tmp_path / "run.html")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    options += ["--virtual-time-budget=5000", "--dump-dom"]
+    command = [CHROMIUM, *options, (tmp_path / "run.html").as_uri()]
+    drawn = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    assert 'data-drawn="yes"' in drawn
+    assert "9 calls, 2 ranks" in drawn
+    assert "version of weights" in drawn
+
+
+# --- where the time went ---
+
+
+def test_bottlenecks_in_records_are_named(scenes):
+    wrong = []
+    for name, expected, calls in scenes.simulated_runs():
+        if not scenes.is_named(expected, findings(calls)):
+            wrong.append((name, expected, diagnosis(calls)))
+    n = sum(scenes.SIMULATED.values())
+    assert len(wrong) <= 0.05 * n, wrong
+
+
+@pytest.mark.slow
+def test_bottlenecks_of_real_groups_are_named(scenes):
+    wrong = []
+    for name, expected, calls in scenes.real_runs(share=0.2):
+        if not scenes.is_named(expected, findings(calls)):
+            wrong.append((name, expected, diagnosis(calls)))
+    assert len(wrong) <= 1, wrong
+
+
+class Uneven(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def work(self, slow):
+        time.sleep(0.2 if self.rank == slow else 0.05)
+
+
+@pytest.mark.backends("local")
+def test_a_slow_rank_is_named_in_the_summary(backend):
+    with bm.ResourcePool([3], backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Uneven)
+        with bm.trace() as trace:
+            for _ in range(3):
+                group.work(1)
+    told = repr(trace).splitlines()[-1]
+    assert re.match(r"Rank 1 runs Uneven.work \d\.\d times as long as the others \(\d\d %\)", told)
+
+
+def test_ranks_that_wait_in_a_collective_are_not_blamed(scenes):
+    run = scenes.Simulation(0)
+    for _ in range(6):
+        run.call("Actor.log_probs", [0.1, 0.02, 0.02, 0.02], is_read=False)
+        run.call("Actor.update", [0.01] * 4, collective=True)  # ranks 1 to 3 seem to run it for 0.09 s
+    first, *_ = findings(run.calls)
+    assert (first.kind, first.method, first.ranks) == ("slow", "Actor.log_probs", (0,))
+    assert not any(finding.method == "Actor.update" for finding in findings(run.calls))
+
+
+def test_a_run_without_a_bottleneck_says_what_it_did(scenes):
+    run = scenes.Simulation(1)
+    for _ in range(4):
+        run.call("Actor.update", [0.5] * 4)
+    told = diagnosis(run.calls)
+    assert told.startswith("Actor.update runs for 100 % of the time, and no cause of delay stands out; the controller")
