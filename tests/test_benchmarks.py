@@ -64,6 +64,7 @@ def test_every_benchmark_is_tested():
         "requests_under_load",
         "engines",
         "serve",
+        "telemetry",
         "run_all",
     }
     assert files == {*EXPECTED, *alone}

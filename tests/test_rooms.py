@@ -41,6 +41,7 @@ ROOMS = {
     "registration": "errors plan worker calls groups",
     "__init__": "errors plan worker platform calls flow requests pool tracing watching groups registration",
     "timeline": "__init__",
+    "telemetry": "timeline __init__",
     "compat": "errors",
     "rl": "plan __init__",
     "serve": "rl __init__",
@@ -58,7 +59,7 @@ PATH = ["errors", "plan", "codec", "worker", "roles", "contract", "wire", "worke
 PATH += ["registration", "__init__"]
 PLACES = ["platform", "backends", "hosts", "lifecycle", "pool"]
 FEATURES = ["flow", "requests", "answering", "callers", "turns", "tracing", "watching", "output", "debugging"]
-BESIDE = ["cli", "__main__", "testing", "single_controller", "compat", "rl", "serve", "timeline"]
+BESIDE = ["cli", "__main__", "testing", "single_controller", "compat", "rl", "serve", "timeline", "telemetry"]
 
 
 def imports_of(what):

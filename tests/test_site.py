@@ -17,6 +17,7 @@ MODULES = (
     "bandmaster",
     "bandmaster.rl",
     "bandmaster.serve",
+    "bandmaster.telemetry",
     "bandmaster.testing",
     "bandmaster.timeline",
     "bandmaster.single_controller.base",

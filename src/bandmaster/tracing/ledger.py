@@ -58,6 +58,13 @@ class Trace:
         self._records.append(record)
         return record
 
+    def take(self) -> CallTable:
+        """Remove the calls that have ended, and return them: a trace that stays open for long does not grow then."""
+        known = self._records[:]
+        ended = {record.number for record in known if record.done is not None}
+        self._records[: len(known)] = [record for record in known if record.number not in ended]
+        return CallTable(record for record in known if record.number in ended)
+
     def stop(self) -> None:
         """Record no more, and write the file if there is a path. Stopping twice does nothing."""
         if hooks.trace == self.begin:

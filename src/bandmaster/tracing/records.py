@@ -132,9 +132,9 @@ class CallRecord:
             self._raw.pop(rank, None)  # a worker that has died reports no times
         else:
             self._raw[rank] = ticket.times
-        reported = [one.version for one in self._workers.reports.get(rank, {}).values() if one.version is not None]
-        if reported:
-            self.versions = {**self.versions, rank: max(reported)}
+        if reported := self._workers.reports.get(rank):
+            known = [one.version for one in reported.values() if one.version is not None]
+            self.versions = {**self.versions, rank: max(known)} if known else self.versions
         if type(value) is Payload:
             self.returned_nbytes += value.nbytes
         elif value is not None and type(value) is not Failure and value.facts is not None:  # type: ignore[union-attr]

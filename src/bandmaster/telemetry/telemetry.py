@@ -1,0 +1,203 @@
+"""`Telemetry`: the thread that takes calls from a trace, and tells others of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from opentelemetry import trace as opentelemetry_trace
+from opentelemetry.trace import TracerProvider
+from prometheus_client import start_http_server
+
+from bandmaster import CallRecord, UsageError, __version__, stalls, trace
+from bandmaster.telemetry.figures import Figures
+from bandmaster.telemetry.spans import Spans
+from bandmaster.timeline import Call, Run, Timeline
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+RL_PHASES = ("sample", "reward", "train", "sync")
+MOST_WAITING = 20_000  # calls that wait to be told of; older ones are dropped
+MOST_RECENT = 20_000  # calls of `timeline`
+SLICE_S = 0.0003  # the thread holds the interpreter for so long at a time
+FLUSH_S = 10.0  # most seconds that `close` goes on
+_log = logging.getLogger(__name__)
+
+
+class Telemetry:
+    """Records all calls, and tells OpenTelemetry and Prometheus of them, until it is closed.
+
+    A thread takes the calls that have ended about once in ``interval`` seconds, and works for the share ``budget`` of
+    the time at most: then calls wait, and beyond 20,000 the oldest are dropped and counted in
+    ``bandmaster_dropped_calls``. What is left is told of at the end.
+
+    Args:
+        port: Serve ``/metrics`` there, on 127.0.0.1; 0 chooses a free port, None serves nothing.
+        host: The address to listen on; figures can be read by whoever can reach it.
+        provider: Where spans go; by default OpenTelemetry's global provider, which does nothing unless the program sets
+            one.
+        phases: What methods do in a step of reinforcement learning, such as ``{"Actor.update": "train"}``:
+            ``"sample"``, ``"reward"``, ``"train"`` or ``"sync"``. Their spans are named after it.
+        model: The name of the model, for the spans of methods that sample.
+        interval: Seconds between two looks at the trace.
+        budget: The largest share of the time that the thread takes.
+
+    Attributes:
+        trace: The trace.
+        url: The address of the figures; None without ``port``.
+
+    Raises:
+        UsageError: A trace is open already; or an argument is out of range.
+        OSError: The port cannot be listened on.
+
+    Example:
+        >>> import bandmaster as bm
+        >>> from bandmaster.telemetry import Telemetry
+        >>> class Actor(bm.Worker):
+        ...     @bm.register(bm.Dispatch.DP_PROTO)
+        ...     def update(self, rows): return rows
+        >>> with bm.ResourcePool([2], backend="inprocess") as pool:
+        ...     actor = bm.WorkerGroup(pool, Actor)
+        ...     with Telemetry(phases={"Actor.update": "train"}) as telemetry:
+        ...         for step in range(3):
+        ...             with telemetry.loop(step):
+        ...                 rows = actor.update([1, 2])
+        >>> 'bandmaster_call_seconds_count{group="Actor",method="Actor.update"} 3.0' in telemetry.metrics()
+        True
+    """
+
+    def __init__(
+        self,
+        port: int | None = None,
+        host: str = "127.0.0.1",
+        provider: TracerProvider | None = None,
+        phases: Mapping[str, str] | None = None,
+        model: str | None = None,
+        interval: float = 1.0,
+        budget: float = 0.02,
+    ) -> None:
+        wrong = {phase for phase in (phases or {}).values() if phase not in RL_PHASES}
+        if wrong:
+            raise UsageError(f"a phase is one of {', '.join(RL_PHASES)}, got {', '.join(map(repr, sorted(wrong)))}")
+        if not interval > 0 or not 0 < budget <= 1:
+            raise UsageError(f"interval must be positive and budget between 0 and 1, got {interval} and {budget}")
+        self.trace = trace()
+        self._zero = time.monotonic() - (time.time() - self.trace.began)
+        self.url: str | None = None
+        self._figures = Figures()
+        self._server = None
+        try:
+            if port is not None:
+                self._server, self._server_thread = start_http_server(port, host, self._figures.registry)
+                self.url = f"http://{host}:{self._server.server_port}/metrics"
+        except BaseException:
+            self.trace.stop()
+            raise
+        known = provider or opentelemetry_trace.get_tracer_provider()
+        self._spans = Spans(known, self.trace.began, phases or {}, model)
+        self._interval_s, self._budget = interval, budget
+        self._recent: deque[Call] = deque(maxlen=MOST_RECENT)
+        self._waiting: deque[CallRecord] = deque()
+        self._groups: set[str] = set()
+        self._last_stall = max([stall.at for stall in stalls()], default=0.0)
+        self._is_over = threading.Event()
+        self._has_warned = False
+        self._thread = threading.Thread(target=self._run, name="bandmaster-telemetry", daemon=True)
+        self._thread.start()
+
+    def metrics(self) -> str:
+        """The figures in Prometheus's text format, as far as calls were counted."""
+        return self._figures.text()
+
+    def timeline(self) -> Timeline:
+        """The picture of the last calls that were told of, 20,000 at most."""
+        return Timeline(Run(tuple(self._recent), {}, tuple(stalls()), self.trace.began))
+
+    @contextmanager
+    def loop(self, iteration: int) -> Iterator[None]:
+        """The span of one iteration of the training loop; the calls that begin in its block become its children."""
+        with self._spans.loop(iteration, self._now()) as loop:
+            try:
+                yield
+            finally:
+                loop.ended = self._now()
+
+    def close(self) -> None:
+        """Stop to record, tell of the calls that are left, for ten seconds at most, and stop serving figures."""
+        self.trace.stop()
+        self._is_over.set()
+        self._thread.join()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server_thread.join()
+            self._server = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        where = "" if self.url is None else f" at {self.url}"
+        return f"<Telemetry of bandmaster {__version__}{where}>"
+
+    def _now(self) -> float:
+        return time.monotonic() - self._zero
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        while not self._is_over.wait(self._interval_s):
+            self._take()
+            self._tell(self._budget, None)
+        self._take()
+        self._tell(1.0, time.monotonic() + FLUSH_S)
+        self._drop(len(self._waiting))
+
+    def _take(self) -> None:
+        """Take the calls that have ended, and look at those that have not."""
+        self._waiting.extend(self.trace.take())
+        self._drop(len(self._waiting) - MOST_WAITING)
+        n_open = Counter(record.group for record in self.trace.calls)
+        self._groups.update(n_open, [record.group for record in self._waiting])
+        for group in self._groups:
+            self._figures.open.labels(group).set(n_open[group])
+        for stall in stalls():
+            if stall.at > self._last_stall:
+                self._figures.stalls.labels(stall.group).inc()
+                self._last_stall = stall.at
+
+    def _drop(self, n: int) -> None:
+        for _ in range(n):
+            self._waiting.popleft()
+        if n > 0:
+            self._figures.dropped.inc(n)
+
+    def _tell(self, budget: float, until: float | None) -> None:
+        """Tell of the calls that wait, in short slices, so that other threads hardly wait for the interpreter."""
+        while self._waiting and (until is None or time.monotonic() < until):
+            begun = time.monotonic()
+            while self._waiting and (took_s := time.monotonic() - begun) < SLICE_S:
+                self._tell_of(self._waiting.popleft())
+            took_s = time.monotonic() - begun
+            if until is None and self._is_over.wait(took_s / budget - took_s):
+                return
+
+    def _tell_of(self, record: CallRecord) -> None:
+        try:
+            call = Call.of(record)
+            self._recent.append(call)
+            self._figures.add(call)
+            self._spans.add(call)
+        except Exception:  # of an exporter
+            if not self._has_warned:
+                self._has_warned = True
+                _log.exception("cannot tell of %s; further such errors are not logged", record.method)

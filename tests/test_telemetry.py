@@ -1,0 +1,218 @@
+"""Spans of OpenTelemetry and figures for Prometheus, from what a trace records."""
+
+import logging
+import re
+import subprocess
+import sys
+import threading
+import urllib.request
+
+import numpy as np
+import pytest
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+pytest.importorskip("opentelemetry.sdk")
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
+
+from bandmaster.telemetry import Telemetry
+from bandmaster.telemetry import telemetry as module
+
+PHASES = {"Actor.make": "sample", "Actor.use": "train"}
+
+
+class Actor(bm.Worker):
+    @register(Dispatch.DP_PROTO)
+    def make(self, ids):
+        bm.report(self, version=4)
+        return {"wide": np.repeat(ids[:, None], 50_000, 1)}
+
+    @register(Dispatch.DP_PROTO)
+    def use(self, rows):
+        return {"sum": rows["wide"].sum(1)}
+
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def answer(self, value):
+        return value
+
+
+@pytest.fixture
+def collector():
+    """An exporter that keeps the spans, and the provider that sends them there."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    yield exporter, provider
+    provider.shutdown()
+
+
+@pytest.fixture(scope="module")
+def actor(backend):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        made = bm.WorkerGroup(pool, Actor)
+        made.answer.all(0)  # so that each rank has its event loop
+        yield made
+
+
+def figure(text, name, **labels):
+    """The value of a figure in Prometheus's text format; None if it is not there."""
+    for line in text.splitlines():
+        found = re.fullmatch(rf"{name}(?:{{(.*)}})? (\S+)", line)
+        if found and dict(re.findall(r'(\w+)="([^"]*)"', found[1] or "")) == labels:
+            return float(found[2])
+    return None
+
+
+def test_spans_of_calls_ranks_and_iterations(actor, collector):
+    exporter, provider = collector
+    with Telemetry(provider=provider, phases=PHASES, model="tiny", budget=1.0) as telemetry:
+        with telemetry.loop(7):
+            rows = actor.make.submit(np.arange(8))
+            actor.use(rows)
+        actor.answer.submit(1).result()
+    spans = exporter.get_finished_spans()
+    by_name = {}
+    for span in spans:
+        by_name.setdefault(span.name, []).append(span)
+    (loop,), (sample,), (train,), (answer,) = (by_name[n] for n in ("rl.loop", "rl.sample", "rl.train", "Actor.answer"))
+    assert loop.attributes["rl.loop.iteration"] == 7
+    assert {sample.parent.span_id, train.parent.span_id} == {loop.context.span_id}
+    assert answer.parent is None, "it was made outside of the iteration"
+    assert [link.context.span_id for link in train.links] == [sample.context.span_id], "it took those rows"
+    assert sample.attributes["gen_ai.operation.name"] == "generate_content"
+    assert sample.attributes["gen_ai.request.model"] == "tiny"
+    assert sample.attributes["bandmaster.kept.bytes"] > 8 * 50_000
+    assert (answer.attributes["bandmaster.call.kind"], train.attributes["bandmaster.call.kind"]) == ("request", "call")
+    assert sample.kind == SpanKind.CLIENT
+    for rank in (0, 1):
+        of_rank = [span for span in by_name[f"rank {rank}"] if span.parent.span_id == sample.context.span_id]
+        (span,) = of_rank
+        assert span.attributes["bandmaster.rank"] == rank
+        assert span.attributes["bandmaster.weights.version"] == 4
+        assert [event.name for event in span.events] == ["decoded", "ran"]
+        assert sample.start_time <= span.start_time <= span.end_time <= train.end_time
+    slack_ns = 50_000_000  # of the clock of the epoch
+    assert loop.start_time - slack_ns <= sample.start_time <= train.end_time <= loop.end_time + slack_ns
+
+
+def test_prometheus_reads_the_figures(actor):
+    with Telemetry(port=0, interval=0.01, budget=1.0) as telemetry:
+        for _ in range(3):
+            actor.use(actor.make.submit(np.arange(4)))
+        answers = [actor.answer.submit(n) for n in range(5)]
+        assert [one.result() for one in answers] == list(range(5))
+        name = actor.name
+
+        def scraped():
+            with urllib.request.urlopen(telemetry.url, timeout=10) as reply:
+                assert reply.headers["Content-Type"].startswith("text/plain")
+                return reply.read().decode()
+
+        count = {"group": name, "method": "Actor.answer"}
+        waiting = threading.Event()
+        for _ in range(1000):
+            text = scraped()
+            if figure(text, "bandmaster_call_seconds_count", **count) == 5.0:
+                break
+            waiting.wait(0.01)
+        assert figure(text, "bandmaster_call_seconds_count", **count) == 5.0
+        assert figure(text, "bandmaster_call_seconds_count", group=name, method="Actor.make") == 3.0
+        ran = [
+            figure(text, "bandmaster_rank_seconds_total", group=name, method="Actor.use", rank=str(rank), phase="ran")
+            for rank in (0, 1)
+        ]
+        assert all(0 < seconds < 60 for seconds in ran)
+        assert figure(text, "bandmaster_bytes_total", group=name, method="Actor.make", way="kept") > 3 * 4 * 50_000
+        assert figure(text, "bandmaster_weights_version", group=name, rank="1") == 4.0
+        assert figure(text, "bandmaster_dropped_calls_total") == 0.0
+    with pytest.raises(OSError):
+        urllib.request.urlopen(telemetry.url, timeout=10)
+
+
+def test_a_trace_that_is_taken_from_does_not_grow(actor):
+    with bm.trace() as trace:
+        actor.answer.submit(1).result()
+        open_one = actor.answer.submit(2)
+        assert [call.done is not None for call in trace.take()] == [True]
+        assert len(trace.calls) == 1
+        open_one.result()
+        assert len(trace.take()) == 1
+        assert len(trace.calls) == len(trace.take()) == 0
+
+
+def test_taking_and_submitting_in_two_threads_loses_no_call(actor):
+    taken, is_over = [], threading.Event()
+    with bm.trace() as trace:
+
+        def take():
+            while not is_over.is_set():
+                taken.extend(trace.take())
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        for n in range(300):
+            actor.answer.submit(n).result()
+        is_over.set()
+        thread.join()
+        taken.extend(trace.take())
+    assert sorted(call.number for call in taken) == list(range(300))
+
+
+def test_calls_that_are_too_many_are_dropped_and_counted(actor, monkeypatch):
+    monkeypatch.setattr(module, "MOST_WAITING", 10)
+    with Telemetry(interval=3600.0) as telemetry:
+        for n in range(30):
+            actor.answer.submit(n).result()
+    text = telemetry.metrics()
+    assert figure(text, "bandmaster_dropped_calls_total") == 20.0
+    assert figure(text, "bandmaster_call_seconds_count", group=actor.name, method="Actor.answer") == 10.0
+    assert len(telemetry.timeline().run.calls) == 10
+
+
+class Broken(SpanExporter):
+    def export(self, spans):
+        raise OSError("the collector is gone")
+
+    def shutdown(self):
+        return SpanExportResult.SUCCESS
+
+
+def test_a_collector_that_is_gone_disturbs_no_call(actor, caplog):
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(Broken()))
+    with caplog.at_level(logging.CRITICAL), Telemetry(provider=provider, budget=1.0) as telemetry:
+        assert actor.answer.submit(3).result() == 3
+    assert figure(telemetry.metrics(), "bandmaster_call_seconds_count", group=actor.name, method="Actor.answer") == 1.0
+    provider.shutdown()
+
+
+def test_mistakes_are_errors_before_anything_is_begun(actor):
+    with pytest.raises(bm.UsageError, match="a phase is one of sample, reward, train, sync, got 'learn'"):
+        Telemetry(phases={"Actor.use": "learn"})
+    with pytest.raises(bm.UsageError, match=r"budget between 0 and 1, got 1\.0 and 2"):
+        Telemetry(budget=2)
+    with Telemetry(port=0) as telemetry:
+        with pytest.raises(bm.UsageError, match="a trace is already open"):
+            Telemetry()
+        port = int(telemetry.url.split(":")[2].split("/")[0])
+        telemetry.close()
+        with bm.trace():
+            pass
+    with Telemetry(port=0) as first:
+        port = int(first.url.split(":")[2].split("/")[0])
+        first.trace.stop()
+        with pytest.raises(OSError):
+            Telemetry(port=port)
+        with bm.trace():
+            pass  # none was left open
+
+
+def test_without_the_extra_the_error_says_what_to_install():
+    program = "import sys; sys.modules['prometheus_client'] = None\n"
+    program += "try: import bandmaster.telemetry\nexcept ImportError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert "pip install 'bandmaster[telemetry]'" in done.stdout
