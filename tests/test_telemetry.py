@@ -169,6 +169,7 @@ def test_calls_that_are_too_many_are_dropped_and_counted(actor, monkeypatch):
             actor.answer.submit(n).result()
     text = telemetry.metrics()
     assert figure(text, "bandmaster_dropped_calls_total") == 20.0
+    assert figure(text, "bandmaster_dropped_spans_total") == 0.0
     assert figure(text, "bandmaster_call_seconds_count", group=actor.name, method="Actor.answer") == 10.0
     assert len(telemetry.timeline().run.calls) == 10
 

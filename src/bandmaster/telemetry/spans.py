@@ -71,10 +71,12 @@ class Spans:
             f"rl.{phase}" if phase else call.method,
             context=self._parent(call),
             kind=SpanKind.CLIENT,
-            attributes=self._attributes(call, phase),
             links=[Link(self._known[number]) for number in sources if number in self._known],
             start_time=self._ns(call.begun),
         )
+        if not span.is_recording():  # nobody wants it
+            return
+        span.set_attributes(self._attributes(call, phase))
         within = set_span_in_context(span)
         for rank in call.moments:
             self._add_rank(call, rank, within)
