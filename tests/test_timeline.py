@@ -16,7 +16,7 @@ import pytest
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
-from bandmaster.timeline import Call, Moments, Run, Timeline, diagnosis, findings
+from bandmaster.timeline import Call, Moments, Run, Sample, Timeline, Waits, diagnosis, findings
 from bandmaster.timeline.lanes import CONTROLLER, Item, lanes_of, stacked
 
 ROOT = Path(__file__).parents[1]
@@ -243,3 +243,59 @@ def test_a_run_without_a_bottleneck_says_what_it_did(scenes):
         run.call("Actor.update", [0.5] * 4)
     told = diagnosis(run.calls)
     assert told.startswith("Actor.update runs for 100 % of the time, and no cause of delay stands out; the controller")
+
+
+# --- ranks that others wait for inside of a method ---
+
+
+class Trainer(bm.Worker):
+    def __init__(self):
+        import torch
+
+        torch.distributed.init_process_group("gloo")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def update(self, slow):
+        import torch
+
+        time.sleep(0.8 if self.rank == slow else 0.0)
+        torch.distributed.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.backends("local")
+def test_a_rank_that_is_slow_before_a_collective_of_its_own_method_is_named(backend):
+    pytest.importorskip("torch")
+    with bm.ResourcePool([3], backend=backend) as pool:
+        trainer = bm.WorkerGroup(pool, Trainer)
+        trainer.update(None)
+        with bm.trace() as trace, Waits(trace, interval=0.1) as waits:
+            for _ in range(3):
+                trainer.update(2)
+    assert not any(finding.kind == "slow" for finding in findings(trace.calls)), "all ranks have run equally long"
+    first, *_ = waits.findings()
+    assert (first.kind, first.method, first.ranks) == ("slow", "Trainer.update", (2,))
+    assert waits.diagnosis().startswith(
+        "In Trainer.update, ranks wait in collective operations for rank 2 of Trainer ("
+    )
+
+
+def samples_of(*missing):
+    ranks = frozenset(range(4))
+    return [Sample(0, ranks - {rank}, ranks) for rank in missing]
+
+
+def test_a_rank_is_named_only_if_it_is_mostly_the_one_that_is_missing(scenes):
+    from bandmaster.timeline.waits import awaited
+
+    run = scenes.Simulation(0)
+    run.call("Actor.update", [1.0] * 4)
+    (found,) = awaited(run.calls, samples_of(3, 3, 1, 3, 3))
+    assert (found.kind, found.ranks) == ("slow", (3,))
+    assert awaited(run.calls, samples_of(0, 1, 2, 3, 0, 1)) == []
+    assert awaited(run.calls, samples_of(3, 3)) == [], "too few"
+
+
+def test_looks_that_follow_too_closely_are_an_error():
+    with bm.trace() as trace, pytest.raises(bm.UsageError, match="interval must be at least 0"):
+        Waits(trace, interval=0.001)

@@ -13,5 +13,6 @@ is asked for, from records. The core does not import this room before that.
 from bandmaster.timeline.causes import Finding, diagnosis, findings
 from bandmaster.timeline.run import Call, Moments, Run
 from bandmaster.timeline.timeline import Timeline
+from bandmaster.timeline.waits import Sample, Waits
 
-__all__ = ["Call", "Finding", "Moments", "Run", "Timeline", "diagnosis", "findings"]
+__all__ = ["Call", "Finding", "Moments", "Run", "Sample", "Timeline", "Waits", "diagnosis", "findings"]

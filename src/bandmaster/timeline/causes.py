@@ -63,8 +63,12 @@ class Finding(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
-def diagnosis(calls: Iterable[CallRecord | Call]) -> str:
+def diagnosis(calls: Iterable[CallRecord | Call], more: Sequence[Finding] = ()) -> str:
     """One sentence that says where the time of some calls went.
+
+    Args:
+        calls: The calls, such as those of a trace.
+        more: Further findings about them, such as those of `Waits`.
 
     Example:
         >>> from bandmaster.timeline import Call, Moments, diagnosis
@@ -78,12 +82,13 @@ def diagnosis(calls: Iterable[CallRecord | Call]) -> str:
     known = _Known([call if isinstance(call, Call) else Call.of(call) for call in calls])
     if not known.calls:
         return "no call has ended"
-    told = [finding.text for finding in _findings(known)][:MOST_TOLD]
+    found = sorted([*_findings(known), *more], key=lambda finding: -finding.share)
+    told = [finding.text for finding in found][:MOST_TOLD]
     if not told:
         most, seconds = _longest(known.calls)
-        told = [f"{most} runs for {_percent(seconds / known.total)} of the time, and no cause of delay stands out"]
+        told = [f"{most} runs for {percent(seconds / known.total)} of the time, and no cause of delay stands out"]
     if not any(text.startswith("the controller") for text in told):
-        told.append(f"the controller takes {_percent(known.controller_s / known.total)}")
+        told.append(f"the controller takes {percent(known.controller_s / known.total)}")
     sentence = "; ".join(told)
     return sentence[0].upper() + sentence[1:]
 
@@ -166,7 +171,7 @@ def _slow_ranks(group: str, method: str, calls: Sequence[Call], total: float) ->
         else:
             lost = float((table.max(axis=1) - table.mean(axis=1)).sum())
             text = f"the ranks{_of(group, method)} run {method} unequally long, each time others"
-            text = f"{text} ({_percent(lost / total)})"
+            text = f"{text} ({percent(lost / total)})"
             found.append(Finding("uneven", lost / total, text, group, method))
     return found
 
@@ -188,7 +193,7 @@ def _outliers(typical: NDArray[np.float64], factor: float = SLOW) -> NDArray[np.
 def _slow(group: str, method: str, ranks: Sequence[int], factor: float, lost: float, total: float) -> Finding:
     verb = "runs" if len(ranks) == 1 else "run"
     text = f"{named(ranks)}{_of(group, method)} {verb} {method} {factor:.1f} times as long as the others"
-    return Finding("slow", lost / total, f"{text} ({_percent(lost / total)})", group, method, tuple(sorted(ranks)))
+    return Finding("slow", lost / total, f"{text} ({percent(lost / total)})", group, method, tuple(sorted(ranks)))
 
 
 def _slow_replicas(group: str, method: str, calls: Sequence[Call], total: float) -> list[Finding]:
@@ -222,7 +227,7 @@ def _tail(group: str, method: str, calls: Sequence[Call], total: float) -> list[
         ran = [max(t.ran - t.decoded for t in call.moments.values()) for call in wave]
         if len(wave) >= 4 and max(ran) > LONG_TAIL * statistics.median(ran):
             lost += _empty_s(wave)
-    text = f"the longest requests of {method}{_of(group, method)} hold {_percent(lost / total)} of the time"
+    text = f"the longest requests of {method}{_of(group, method)} hold {percent(lost / total)} of the time"
     return [Finding("tail", lost / total, text, group, method)]
 
 
@@ -270,14 +275,14 @@ def _links(known: _Known) -> Iterator[Finding]:
             own = nbytes / len(by_rank) / by_rank[slowest]
             factor = by_rank[slowest] / max(middle, 1e-9)
             text = f"rank {slowest} of {group} takes {factor:.1f} times as long as the others to move its rows"
-            text = f"{text}, at {_rate(own)} ({_percent(excess)})"
+            text = f"{text}, at {_rate(own)} ({percent(excess)})"
             yield Finding("link", excess, text, group, "", (slowest,))
         elif nbytes > LARGE_NBYTES:
             spans = [span for _, _, some in movements for span in some]
             alone = (length(merged([*known.work, *spans])) - length(known.work)) / known.total
             rate = nbytes / max(1e-9, length(merged(spans)))
             if rate < MEMORY_NBYTES:
-                text = f"moving the rows of {group}, at {_rate(rate)}, takes {_percent(alone)} of the time"
+                text = f"moving the rows of {group}, at {_rate(rate)}, takes {percent(alone)} of the time"
                 yield Finding("link", alone, text, group)
 
 
@@ -311,7 +316,7 @@ def _controller(known: _Known, small: Sequence[Call]) -> Finding:
         within = [(call.begun, call.done or call.begun) for call in small]
         seconds -= length(merged([*within, *known.busy])) - length(known.busy)
     share = max(0.0, seconds) / known.total
-    return Finding("controller", share, f"the controller takes {_percent(share)}, while no rank works")
+    return Finding("controller", share, f"the controller takes {percent(share)}, while no rank works")
 
 
 def _are_small(calls: Sequence[Call]) -> bool:
@@ -331,7 +336,7 @@ def _small(method: str, group: str, calls: Sequence[Call], total: float) -> list
     each, work = 1000 * lost / len(calls), 1000 * sum(ran) / len(calls)
     text = (
         f"{len(calls):,} calls of {method} are small: each works for {work:.2g} ms and costs {each:.2g} ms more "
-        f"({_percent(lost / total)})"
+        f"({percent(lost / total)})"
     )
     return [Finding("small", min(1.0, lost / total), text, group, method)]
 
@@ -372,7 +377,8 @@ def _of(group: str, method: str) -> str:
     return "" if method.startswith(f"{group}.") else f" of {group}"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """Format a share, such as ``"38 %"``."""
     return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.1f} %"
 
 

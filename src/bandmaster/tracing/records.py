@@ -174,6 +174,10 @@ class CallRecord:
             theirs = [moment + shift for moment in theirs]
         return [*theirs, received]
 
+    def stacks(self) -> Mapping[int, str]:
+        """The Python stacks of the ranks of its group, innermost frame last, whatever they are doing now."""
+        return self._workers.stacks(dict.fromkeys(range(len(self._workers.records))))
+
     def place(self, rank: int) -> str:
         """A label for a rank: its number, host, pid and device."""
         known = self._workers.records[rank]
