@@ -5,7 +5,7 @@ them with pure functions, and prints the result. A command's module is imported 
 
     doctor:    gather ──► Facts ──► findings.judge ──► text
     ps, kill:  discovery ──► Discovered ──► processes ──► text, signals
-    top:       discovery ──► usage.Moment ──► top_view ──► text, live with rich
+    top:       discovery ──► usage.Moment ──► top_view ──► text, live with rich; or web ──► a browser
     stack:     discovery ──► Discovered ──► status pages ──► text
     why:       discovery ──► Discovered ──► signs of life, stacks ──► places ──► text, JSON
     debug:     discovery ──► the socket of a rank's debugger ◄──► terminal
@@ -54,6 +54,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
         return plan_pool(arguments.places, arguments.gpus, arguments.axes, arguments.protocol, arguments.rows)
     if arguments.command == "top":
+        if arguments.web:
+            from bandmaster.cli.web import web
+
+            return web(arguments.port, arguments.interval, arguments.controller)
         from bandmaster.cli.top import top
 
         return top(arguments.once, arguments.interval, arguments.controller)
@@ -119,6 +123,8 @@ def _add_top(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     top.add_argument(
         "--interval", type=float, default=1.0, metavar="SECONDS", help="time between two updates; default: 1"
     )
+    top.add_argument("--web", action="store_true", help="show it in a browser, on 127.0.0.1")
+    top.add_argument("--port", type=int, default=8325, help="port of --web, 0 for any that is free; default: 8325")
     _add_controller(top)
 
 

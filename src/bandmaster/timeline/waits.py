@@ -32,7 +32,7 @@ LEAST_INTERVAL_S = 0.01
 
 
 class Sample(NamedTuple):
-    """Where the ranks of a call were at one moment.
+    """The places of the ranks of a call at one moment.
 
     Attributes:
         call: The number of the call.
