@@ -26,13 +26,14 @@ CHROMIUM = shutil.which("chromium")
 @pytest.fixture(scope="module")
 def scenes():
     """The runs with bottlenecks of the benchmark."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    sys.path.insert(0, str(ROOT / "benchmarks"))  # as long as its workers import it
     try:
         import diagnosis as module
+
+        yield module
     finally:
         sys.path.pop(0)
-    yield module
-    del sys.modules["diagnosis"]
+        sys.modules.pop("diagnosis", None)
 
 
 class Engine(bm.Worker):
@@ -299,3 +300,12 @@ def test_a_rank_is_named_only_if_it_is_mostly_the_one_that_is_missing(scenes):
 def test_looks_that_follow_too_closely_are_an_error():
     with bm.trace() as trace, pytest.raises(bm.UsageError, match="interval must be at least 0"):
         Waits(trace, interval=0.001)
+
+
+@pytest.mark.slow
+def test_the_example_names_its_bottlenecks(tmp_path):
+    command = [sys.executable, str(ROOT / "examples/timeline.py"), str(tmp_path / "run.html")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    sentence = done.stdout.splitlines()[-1]
+    assert "he longest requests of Rollout.answer hold" in sentence
+    assert embedded((tmp_path / "run.html").read_text(encoding="utf-8"))["sentence"] == sentence
