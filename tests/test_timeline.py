@@ -238,6 +238,13 @@ def test_ranks_that_wait_in_a_collective_are_not_blamed(scenes):
     assert not any(finding.method == "Actor.update" for finding in findings(run.calls))
 
 
+def test_a_rank_that_begins_late_for_few_bytes_has_no_slow_link(scenes):
+    run = scenes.Simulation(2)
+    for _ in range(8):
+        run.call("Actor.update", [0.05] * 4, [0.0, 0.0, 0.05, 0.0], nbytes=1000)
+    assert not any(finding.kind == "link" for finding in findings(run.calls))
+
+
 def test_a_run_without_a_bottleneck_says_what_it_did(scenes):
     run = scenes.Simulation(1)
     for _ in range(4):

@@ -265,6 +265,8 @@ def _links(known: _Known) -> Iterator[Finding]:
         by_group.setdefault(movement[0].group, []).append(movement)
     for group, movements in by_group.items():
         nbytes = sum(_nbytes(call) / len(call.moments) for call, _, _ in movements)
+        if nbytes < LARGE_NBYTES:  # whatever takes its time, it is not the link
+            continue
         by_rank: dict[int, float] = {}
         for _, rank, spans in movements:
             by_rank[rank] = by_rank.get(rank, 0.0) + sum(stop - start for start, stop in spans)
@@ -277,7 +279,7 @@ def _links(known: _Known) -> Iterator[Finding]:
             text = f"rank {slowest} of {group} takes {factor:.1f} times as long as the others to move its rows"
             text = f"{text}, at {_rate(own)} ({percent(excess)})"
             yield Finding("link", excess, text, group, "", (slowest,))
-        elif nbytes > LARGE_NBYTES:
+        else:
             spans = [span for _, _, some in movements for span in some]
             alone = (length(merged([*known.work, *spans])) - length(known.work)) / known.total
             rate = nbytes / max(1e-9, length(merged(spans)))
