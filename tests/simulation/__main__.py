@@ -1,0 +1,45 @@
+"""Runs programs of a simulated world from new seeds: ``PYTHONPATH=tests python -m simulation --minutes 10``."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+
+from simulation.install import installed
+from simulation.program import Program
+
+
+def main() -> int:
+    """Run programs until one fails or the time is over."""
+    parser = argparse.ArgumentParser("simulation", description=__doc__)
+    parser.add_argument("--seed", type=int, help="the first seed; by default a new one")
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--programs", type=int, default=1 << 60, help="run so many programs at most")
+    args = parser.parse_args()
+    first = random.SystemRandom().randrange(1 << 30) if args.seed is None else args.seed
+    print(f"simulation: the first seed is {first}", flush=True)
+    began, n_calls, n_programs, seed = time.perf_counter(), 0, 0, first
+    virtual_s = 0.0
+    with installed() as made:
+        while n_programs < args.programs and time.perf_counter() - began < 60 * args.minutes:
+            program = Program(seed)
+            world = program.run(made)
+            n_calls, n_programs = n_calls + program.n_calls, n_programs + 1
+            virtual_s += world.now - 1000.0
+            if world.failure:
+                print(f"seed {seed}, after {time.perf_counter() - began:.1f} s: {program.kind}")
+                print("\n".join([*list(world.trail)[-40:], *map(str, world.history[-40:]), world.failure]))
+                return 1
+            seed += 1
+    seconds = time.perf_counter() - began
+    print(
+        f"{n_programs} programs, {n_calls:,} calls, {virtual_s:,.0f} virtual s in {seconds:.1f} s: "
+        f"{60 * n_calls / seconds:,.0f} calls a minute; nothing was found"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""Gives the modules of the library the clock, locks, threads, polls and sockets of the world while programs run."""
+
+from __future__ import annotations
+
+import concurrent.futures._base as futures
+import contextlib
+import itertools
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import bandmaster as bm
+import bandmaster.calls.open_work
+import bandmaster.requests.router
+import bandmaster.watching.watch
+from bandmaster.backends import get_backend, host_workers, register_backend
+from bandmaster.backends.host_workers import HostShare, HostWorkers
+from bandmaster.backends.machine import MachineBackend
+from bandmaster.calls import progress as progress_module
+from bandmaster.wire import poller, status_page
+from simulation import net, sync
+from simulation import world as worlds
+from simulation.ranks import Rank
+from simulation.world import World
+
+_LOCKS = {type(threading.Lock()): sync.Lock, type(threading.RLock()): sync.RLock, threading.Event: sync.Event}
+_MODULES = {id(threading): sync.Threading(), id(time): sync.Time(), id(select): net.Select()}
+_FUNCTIONS = {id(time.monotonic): sync.now, id(time.monotonic_ns): sync.Time.monotonic_ns, id(time.sleep): sync.sleep}
+
+
+class Group:
+    """The simulated ranks of one group, and what is checked of them together.
+
+    Attributes:
+        begun: The rank, token and number of each call that has begun, in order.
+    """
+
+    def __init__(self, world: World, name: str, concurrency: int) -> None:
+        self.world, self.name, self.concurrency = world, name, concurrency
+        self.ranks: dict[int, Rank] = {}
+        self.begun: list[tuple[int, Any, int]] = []
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def check_fence(self, rank: Rank) -> None:
+        """A rank that has failed a call begins the next one when no rank runs the failed one any more."""
+        failed = rank.resumed
+        for other in self.ranks.values():
+            running = other.running
+            is_at_it = running is not None and running.number == failed and other.is_alive
+            self.world.check(not (failed and is_at_it), "a rank passes the fence of a call that another runs", rank)
+
+    def check_room(self, rank: Rank) -> None:
+        """No more requests run than the method may."""
+        n = len(rank.requests)
+        self.world.check(n <= self.concurrency, "more requests run than may", rank, n)
+
+    def check_rows(self, rank: int, token: Any, rows: Any) -> None:
+        """The rows that a call takes are those that were made for it."""
+
+
+class SimulatedZygote:
+    """Starts simulated ranks in place of processes."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.groups: dict[str, Group] = {}
+        self.ranks: dict[int, Rank] = {}
+        self._pids = itertools.count(1 << 24)
+        self.concurrency = 4
+
+    def hold(self, holder: object) -> bool:
+        return True
+
+    def release(self, holder: object) -> None:
+        return
+
+    def spawn(self, spawn: Any, descriptors: Any, timeout_s: float | None) -> int:
+        pid = next(self._pids)
+        name = spawn.identity.group
+        group = self.groups.setdefault(name, Group(self.world, name, self.concurrency))
+        rank = Rank(self.world, group, spawn.identity.rank, pid, self.world.files[descriptors[0]], spawn.context)
+        group.ranks[spawn.identity.rank] = self.ranks[pid] = rank
+        return pid
+
+    def how_it_ended(self, pid: int) -> str:
+        sync.sleep(1e-4)
+        return self.ranks[pid].died or "killed by SIGKILL"
+
+    def end(self, pids: Any, grace_s: float) -> None:
+        sync.sleep(1e-3)
+        for pid in pids:
+            self.ranks[pid].end("killed by SIGKILL")
+
+
+class SimulatedBackend(MachineBackend):
+    """Backend whose workers are simulated ranks, behind the true client of workers on this host."""
+
+    def start(self, launch: Any) -> HostWorkers:
+        world = worlds.world
+        assert world is not None, "a program runs"
+        return HostWorkers(launch, world.zygote, HostShare(range(len(launch.slots))))  # type: ignore[attr-defined]
+
+
+class _Nowhere:
+    """Stands for the listening socket of a rendezvous."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def getsockname(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    def fileno(self) -> int:
+        return 0
+
+
+def _ranks() -> dict[int, Rank]:
+    return worlds.world.zygote.ranks  # type: ignore[union-attr]
+
+
+def _interrupt(pid: int, number: int) -> None:
+    worlds.tick()
+    _ranks()[pid].interrupt(number)
+
+
+def _resume(pid: int, number: int) -> None:
+    worlds.tick()
+    _ranks()[pid].resumed = number
+
+
+def _stacks(pids: Any, timeout_s: float = 0.5) -> dict[int, str]:
+    sync.sleep(0.02)
+    alive = {pid: _ranks()[pid] for pid in pids if _ranks()[pid].is_alive and not _ranks()[pid].is_stopped}
+    return {pid: f"(in {rank.signs().method or 'the loop'})\n" for pid, rank in alive.items()}
+
+
+def _signs_of(pid: int) -> Any:
+    worlds.tick()
+    return _ranks()[pid].signs()
+
+
+class Installed:
+    """What was replaced, and by what."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+        self._locks: list[tuple[Any, str, Any]] = []
+        self._seen: set[str] = set()
+
+    def replace(self, owner: Any, name: str, new: Any) -> None:
+        """Replace an attribute."""
+        self._before.append((owner, name, owner.__dict__.get(name, _ABSENT)))
+        setattr(owner, name, new)
+
+    def begin(self) -> None:
+        """Replace everything."""
+        self._look_at_modules()
+        self.replace(futures, "threading", sync.Threading())
+        self.replace(futures, "time", sync.Time())
+        for module in (poller, progress_module):
+            self.replace(module, "os", net.Os())
+        self.replace(poller, "open", net.opened)
+        self.replace(host_workers, "lane_pair", net.socket_pair)
+        self.replace(host_workers, "listening_socket", lambda _: _Nowhere())
+        self.replace(host_workers, "_output_of", lambda *_: None)
+        for name, function in (
+            ("interrupt", _interrupt), ("resume", _resume), ("stacks", _stacks), ("signs_of", _signs_of),
+        ):  # fmt: skip
+            self.replace(status_page, name, function)
+
+    def _look_at_modules(self) -> None:
+        """Look at those that were not looked at yet: some are imported when they are needed."""
+        for name, module in sorted(sys.modules.items()):
+            if (name == "bandmaster" or name.startswith("bandmaster.")) and name not in self._seen:
+                self._seen.add(name)
+                for attribute, value in sorted(vars(module).items()):
+                    self._look_at(module, attribute, value)
+
+    def _look_at(self, module: Any, attribute: str, value: Any) -> None:
+        new = _MODULES.get(id(value), _FUNCTIONS.get(id(value)))
+        if new is not None:
+            self.replace(module, attribute, new)
+        elif type(value) in _LOCKS:
+            self._locks.append((module, attribute, _LOCKS[type(value)]))
+            self.replace(module, attribute, _LOCKS[type(value)]())
+        elif type(value).__module__.startswith("bandmaster.") and hasattr(value, "__dict__"):
+            for inner, one in list(vars(value).items()):
+                if type(one) in _LOCKS:
+                    self._locks.append((value, inner, _LOCKS[type(one)]))
+                    self.replace(value, inner, _LOCKS[type(one)]())
+
+    def begin_anew(self) -> None:
+        """Drop what a program that has failed has left."""
+        self._look_at_modules()
+        for owner, name, kind in self._locks:
+            setattr(owner, name, kind())
+        progress_module.progress.__init__()  # type: ignore[misc]
+        bm.watching.watch.watch.__init__()  # type: ignore[misc]
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def end(self) -> None:
+        """Put everything back."""
+        for owner, name, value in reversed(self._before):
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+_ABSENT = object()
+_registered: list[str] = []
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[Installed]:
+    """Replace everything within the block."""
+    if not _registered:
+        register_backend("simulated", SimulatedBackend)
+        _registered.append("simulated")
+    get_backend("simulated")  # imports what it needs
+    made = Installed()
+    made.begin()
+    try:
+        yield made
+    finally:
+        made.end()

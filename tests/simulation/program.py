@@ -1,0 +1,405 @@
+"""One program: threads of the controller that call a group, wait, cancel and close, as the seed says; and its checks."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import sys
+import threading
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import bandmaster as bm
+from bandmaster.calls.progress import progress
+from simulation import sync
+from simulation import world as worlds
+from simulation.install import Installed, SimulatedZygote
+from simulation.ranks import Plan, Raised
+from simulation.world import START, World, WorldEnded
+
+LATE_S = 4.0  # between the last reply of a call and the return of a thread that waits for it: less than any look around
+SETTLED_S = 60.0  # in which threads end, and leases, once all is closed
+
+
+class Subject(bm.Worker):
+    """The worker class; simulated ranks run none of this."""
+
+    @bm.register("ONE_TO_ALL")
+    def work(self, token, plans):
+        """A call of all ranks."""
+
+    @bm.register("DP_PROTO")
+    def rows(self, token, plans):
+        """A call that leaves rows on the ranks."""
+
+    @bm.register("REQUEST", concurrency=4)
+    async def ask(self, token, plan):
+        """A request."""
+
+    @bm.register("REQUEST")
+    def exclusive(self, token, plan):
+        """A request that runs alone."""
+
+    def on_replace(self, rank, state):
+        """Nothing."""
+
+
+class Kind(NamedTuple):
+    """What a program is like.
+
+    Attributes:
+        n_ranks: Ranks of the group.
+        n_threads: Threads of the controller, beside those of the library.
+        n_steps: Steps of each thread.
+        raising: Share of calls in which a rank raises.
+        hanging: Share of those in which one takes long.
+        cancelling: Share of those that are cancelled.
+        dying: Share of those in which one dies.
+        asking: Share of requests among all calls.
+        hot: See `World`.
+        n_interrupts: How often Ctrl-C is pressed.
+        switch_every: See `World`.
+    """
+
+    n_ranks: int
+    n_threads: int
+    n_steps: int
+    raising: float
+    hanging: float
+    cancelling: float
+    dying: float
+    asking: float
+    hot: float
+    n_interrupts: int
+    switch_every: float
+
+    @classmethod
+    def drawn(cls, seed: int) -> Kind:
+        """What the program of a seed is like."""
+        draw = random.Random(f"kind {seed}")
+        faults = draw.random()
+        return cls(
+            n_ranks=draw.choice([1, 2, 2, 3, 4]),
+            n_threads=draw.choice([0, 1, 2, 3]),
+            n_steps=draw.choice([10, 30, 60]),
+            raising=0.15 * draw.random() if faults > 0.4 else 0.0,
+            hanging=0.05 * draw.random() if faults > 0.4 else 0.0,
+            cancelling=0.2 * draw.random() if faults > 0.4 else 0.0,
+            dying=0.02 * draw.random() if faults > 0.7 else 0.0,
+            asking=draw.choice([0.0, 0.0, 0.3, 0.8, 1.0]),
+            hot=draw.choice([0.0, 0.0, 0.1, 0.3]),
+            n_interrupts=draw.choice([0, 0, 0, 3]),
+            switch_every=draw.choice([3.0, 10.0, 30.0, 100.0]),
+        )
+
+
+class Sent:
+    """One call, and what is known of it.
+
+    Attributes:
+        future: Its future; None if Ctrl-C came as it was submitted.
+        is_cancelled: Whether it may have been cancelled.
+        n_callbacks: How often its callback was called.
+    """
+
+    def __init__(self, token: int, method: str, plans: Any) -> None:
+        self.token, self.method, self.plans = token, method, plans
+        self.future: Any = None
+        self.is_cancelled = False
+        self.n_callbacks = self.n_expected = 0
+        self.outcome: Any = None
+        self.has_stalled = False
+
+    @property
+    def hows(self) -> set[str]:
+        """What its ranks do."""
+        return {plan.how for plan in self.plans.values()} if isinstance(self.plans, dict) else {self.plans.how}
+
+
+class Program:
+    """Runs the program of a seed.
+
+    Attributes:
+        n_calls: Calls that were made.
+    """
+
+    def __init__(self, seed: int, kind: Kind | None = None) -> None:
+        self.seed, self.kind = seed, kind or Kind.drawn(seed)
+        self.n_calls = 0
+        self._tokens = iter(range(1, 1 << 60))
+        self._calls: list[Sent] = []
+        self._group: Any = None
+        self._n_running = 0
+        self._deaths_expected = False
+        self.world: World
+
+    def run(self, made: Installed) -> World:
+        """Run it. Returns its world, whose `failure` says what is wrong."""
+        kind = self.kind
+        gc.collect()
+        gc.disable()
+        made.begin_anew()
+        self.world = world = World(self.seed, kind.switch_every, kind.hot, 40 if kind.n_interrupts else 0)
+        world.interrupts_left = kind.n_interrupts
+        world.zygote = SimulatedZygote(world)  # type: ignore[attr-defined]
+        world.ended = {}  # type: ignore[attr-defined]
+        worlds.world = world
+        log = _Log(world)
+        logging.getLogger("bandmaster").addHandler(log)
+        try:
+            self._main()
+        except WorldEnded:
+            pass
+        except BaseException as error:
+            world.end()
+            import traceback
+
+            world.fail("".join(traceback.format_exception(error)))
+        finally:
+            world.end()
+            logging.getLogger("bandmaster").removeHandler(log)
+            worlds.world = None
+            self._group = None
+            gc.enable()
+        return world
+
+    # --- the main thread ---
+
+    def _main(self) -> None:
+        world, kind = self.world, self.kind
+        with bm.ResourcePool([kind.n_ranks], backend="simulated") as pool:
+            self._group = bm.WorkerGroup(pool, Subject)
+            for number in range(kind.n_threads):
+                self._n_running += 1
+                world.spawn(f"caller {number}", lambda number=number: self._live(number))
+            world.begin()
+            self._until_done(lambda: self._steps(random.Random(f"main {self.seed}"), "main"))
+            world.end()
+            world.interrupts_left = 0
+            sync._block(lambda: not self._n_running, None, "the other threads")
+            self._finish()
+            self._group.close()
+        self._settle()
+
+    def _live(self, number: int) -> None:
+        try:
+            self._steps(random.Random(f"thread {number} {self.seed}"), f"caller {number}")
+        finally:
+            self._n_running -= 1
+
+    def _until_done(self, function: Any) -> None:
+        while True:
+            try:
+                return function()
+            except KeyboardInterrupt:
+                self.world.note("interrupted")
+
+    def _steps(self, draw: random.Random, name: str) -> None:
+        kind, mine = self.kind, list[Sent]()
+        n_left = kind.n_steps
+        while n_left > 0:
+            n_left -= 1
+            try:
+                self._step(draw, mine)
+            except KeyboardInterrupt:
+                self.world.note("interrupted")
+
+    def _step(self, draw: random.Random, mine: list[Sent]) -> None:
+        what = draw.random()
+        if what < 0.35:
+            self._call(draw)
+        elif what < 0.7:
+            sent = self._submit(draw)
+            if sent.future is not None:
+                mine.append(sent)
+                if draw.random() < 0.3:
+                    self._add_callback(sent)
+        elif what < 0.72:
+            sync.sleep(10 ** draw.uniform(-4, 0))
+        elif mine or self._calls:
+            sent = draw.choice(mine if mine and draw.random() < 0.7 else self._calls)
+            if sent.future is None:
+                return
+            if draw.random() < self.kind.cancelling:
+                sent.is_cancelled = True
+                sent.future.cancel()
+            elif draw.random() < 0.2:
+                sent.future.done()
+            elif draw.random() < 0.1:
+                self._add_callback(sent)
+            else:
+                self._wait(sent, draw.choice([None, None, None, 0.0, 1e-4, 0.01, 1.0]))
+
+    def _drawn(self, draw: random.Random) -> Sent:
+        kind, token = self.kind, next(self._tokens)
+        self.n_calls += 1
+
+        def plan() -> Plan:
+            how, faulty = "value", draw.random()
+            if faulty < kind.raising:
+                how = "raise"
+            elif faulty < kind.raising + kind.dying:
+                how = "die"
+            elif draw.random() < 0.05:
+                how = "large"
+            seconds = 10 ** draw.uniform(-5, -2) if draw.random() < 0.7 else 0.0
+            if draw.random() < kind.hanging:
+                seconds = draw.choice([0.6, 2.0, 9.0])
+            return Plan(seconds, how, draw.random() < 0.05, draw.random() < 0.1)
+
+        if draw.random() < kind.asking:
+            return Sent(token, draw.choice(["ask", "ask", "ask", "exclusive"]), plan())
+        return Sent(token, "work", {rank: plan() for rank in range(kind.n_ranks)})
+
+    def _call(self, draw: random.Random) -> None:
+        """Make a blocking call."""
+        sent = self._drawn(draw)
+        method = getattr(self._group, sent.method)
+        self._calls.append(sent)
+        self.world.note("calls", sent.method, sent.token)
+        if sent.method != "work":
+            self._submit_it(sent)
+            self._wait(sent, None)
+            return
+        try:
+            value = method(sent.token, sent.plans)
+        except KeyboardInterrupt:
+            sent.is_cancelled = True
+            raise
+        except bm.BandmasterError as error:
+            self._judge(sent, error)
+        else:
+            self._judge(sent, value)
+        self._calls.remove(sent)
+
+    def _submit(self, draw: random.Random) -> Sent:
+        sent = self._drawn(draw)
+        self._calls.append(sent)
+        self.world.note("submits", sent.method, sent.token)
+        self._submit_it(sent)
+        return sent
+
+    def _submit_it(self, sent: Sent) -> None:
+        try:
+            sent.future = getattr(self._group, sent.method).submit(sent.token, sent.plans)
+        except KeyboardInterrupt:
+            sent.is_cancelled = True
+            raise
+
+    def _add_callback(self, sent: Sent) -> None:
+        sent.n_expected += 1
+        future = sent.future
+        is_added = False
+
+        def call_back(given: Any) -> None:
+            sent.n_callbacks += 1
+            self.world.note("called back", sent.token)
+            self.world.check(given is future, "a callback gets another future", sent.token)
+            self._check_lateness(sent, START)
+
+        try:
+            future.add_done_callback(call_back)
+            is_added = True
+        finally:
+            if not is_added:  # Ctrl-C
+                sent.n_expected -= 1
+                sent.has_stalled = True
+
+    def _wait(self, sent: Sent, timeout: float | None) -> None:
+        began = self.world.now
+        try:
+            value = sent.future.result(timeout)
+        except bm.CallTimeout:
+            self.world.check(timeout is not None, "a wait without a limit has ended by one", sent.token)
+            self.world.check(self.world.now - began >= (timeout or 0) - 1e-3, "a limit has come too early", sent.token)
+            return
+        except bm.BandmasterError as error:
+            self._judge(sent, error)
+            return
+        self._judge(sent, value)
+        self._check_lateness(sent, began)
+
+    def _check_lateness(self, sent: Sent, began: float) -> None:
+        """A thread that waits is told soon after the last reply."""
+        ended = self.world.ended.get(sent.token)  # type: ignore[attr-defined]
+        if ended is not None and not isinstance(sent.outcome, BaseException):
+            late_s = self.world.now - max(ended, began)
+            self.world.check(late_s < LATE_S, f"a wait ends {late_s:.2f} s after the last reply", sent.token)
+
+    def _judge(self, sent: Sent, outcome: Any) -> None:
+        """Check the outcome of a call."""
+        world, hows = self.world, sent.hows
+        if sent.outcome is not None and type(sent.outcome) is not type(outcome):
+            world.fail(f"call {sent.token} has had another outcome: {sent.outcome!r}, now {outcome!r}")
+        sent.outcome = outcome
+        self.world.note("has", sent.token, type(outcome).__name__)
+        if isinstance(outcome, bm.CallCancelled):
+            world.check(sent.is_cancelled, "a call was cancelled that nobody cancels", sent.token)
+        elif isinstance(outcome, bm.WorkerDied):
+            died = any(not rank.is_alive for rank in world.zygote.ranks.values())  # type: ignore[attr-defined]
+            world.check(died, "a worker is said to have died", sent.token, outcome)
+        elif isinstance(outcome, bm.RemoteError):
+            world.check("raise" in hows, "a call fails that does not", sent.token, outcome)
+            cause = outcome.__cause__
+            is_its = isinstance(cause, Raised) and cause.args[0] == sent.token
+            world.check(is_its, "the failure of another call", sent.token, outcome)
+        elif isinstance(outcome, BaseException):
+            world.fail(f"call {sent.token} has {outcome!r}")
+        else:
+            world.check(not hows & {"raise", "die"}, "a call that fails has a value", sent.token, outcome)
+            values = outcome if sent.method == "work" else [outcome]
+            n = self.kind.n_ranks if sent.method == "work" else 1
+            ranks = [value[1] for value in values]
+            world.check(len(values) == n and (n == 1 or ranks == [*range(n)]), "ranks are missing", sent.token, ranks)
+            tokens = {value[0] for value in values} | {int(value[2][-1]) for value in values if len(value) > 2}
+            world.check(tokens == {sent.token}, "the values of another call", sent.token, tokens)
+
+    def _finish(self) -> None:
+        """Wait for all calls, and check that each has ended once."""
+        for sent in self._calls:
+            if sent.future is not None:
+                self._wait(sent, None)
+        # Callbacks run in a thread of their own, if no other has found the call done.
+        waiting = [sent for sent in self._calls if sent.n_callbacks < sent.n_expected]
+        deadline = self.world.now + LATE_S
+        sync._block(lambda: all(s.n_callbacks >= s.n_expected for s in waiting), deadline - self.world.now, "callbacks")
+        for sent in self._calls:
+            is_right = sent.n_callbacks == sent.n_expected or (sent.has_stalled and sent.n_callbacks >= sent.n_expected)
+            self.world.check(is_right, "callbacks", sent.token, sent.n_callbacks, sent.n_expected)
+
+    def _settle(self) -> None:
+        """Wait until the threads of the library have ended, and check that nothing is left."""
+        world = self.world
+        self._group = None
+        self._calls.clear()
+        with suppress(WorldEnded):
+            sync._block(lambda: len(world.tasks) == 1, SETTLED_S, "the end of threads")
+        world.check(len(world.tasks) == 1, "threads are left", world.tasks)
+        gc.collect()
+        world.check(not world.files, "descriptors are left", world.files)
+        world.check(not progress._watches, "watches are left", progress._watches)
+
+
+class _Log(logging.Handler):
+    """Fails a program of which the library logs an error."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.ERROR)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        self._world.fail(f"the library has logged: {text}")
+
+
+def _hook(args: Any) -> None:
+    world = worlds.world
+    if world is not None:
+        world.fail(f"an exception was lost: {args.exc_value!r} in {args.object!r}")
+    else:
+        sys.__unraisablehook__(args)
+
+
+sys.unraisablehook = _hook
+assert threading  # its hooks stay as they are

@@ -1,0 +1,424 @@
+"""Simulated ranks: they read messages, run methods for some time, and reply, fail, hang or die, as their calls say.
+
+What they read and send goes through the true code of a worker: its end of the lane, the arguments, the encoded values.
+What they do between two messages are events of the world, so that no thread is needed. The order in which messages are
+read, begun and set aside is that of `bandmaster.worker_process.loop` and `bandmaster.answering.requests`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from contextlib import nullcontext, suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bandmaster.codec import Payload, encode
+from bandmaster.contract import CALLS_BACK, CONSTRUCT, MORE_ITEMS, Rows, Signs
+from bandmaster.errors.failure import Failure, FailureKind
+from bandmaster.wire.lane import Lane
+from bandmaster.wire.messages import (
+    INLINE_NBYTES,
+    Closed,
+    MessageKind,
+    ReplyKind,
+    header_of,
+    inline,
+    read_content,
+    read_small_call,
+    reply_message,
+    several_replies,
+)
+from bandmaster.wire.segment_reader import NO_ROWS, kept_name
+from bandmaster.wire.segments import SegmentWriter
+from bandmaster.wire.status_page import N_SLOTS, Interrupted
+from bandmaster.worker import Report
+from bandmaster.worker_process.executor import Executor
+from bandmaster.worker_process.lane_calls import claimed, reply
+from simulation.net import Socket
+from simulation.world import World
+
+FENCE_LOOK_S, FENCE_MOST_S = 0.001, 0.05
+
+
+class Plan(NamedTuple):
+    """What a rank does when it runs a call.
+
+    Attributes:
+        seconds: How long it takes.
+        how: "value", "large", "rows", "raise", "die" or "hang".
+        is_deaf: Whether it cannot be interrupted, as code in C.
+        is_busy: Whether it uses the processor meanwhile.
+    """
+
+    seconds: float = 0.0
+    how: str = "value"
+    is_deaf: bool = False
+    is_busy: bool = False
+
+
+class Raised(Exception):
+    """Raised by a simulated method."""
+
+
+class RankSocket(Socket):
+    """A rank's end of its lane: what the other end has no room for is sent when it has read."""
+
+    def __init__(self, taken: Socket) -> None:
+        super().__init__()
+        self.unsent: deque[tuple[bytes, list[int]]] = deque()
+        self.other = taken.other
+        self.arrived, self.n_bytes = taken.arrived, taken.n_bytes
+        taken.other.other = self
+        taken.arrived = deque()
+
+    def _send(self, data: bytes, fds: list[int], flags: int) -> int:
+        if self.unsent or not self.can_send(len(data)):
+            self.unsent.append((data, [os.dup(fd) for fd in fds]))
+            return len(data)
+        return super()._send(data, fds, flags)
+
+    def send_rest(self) -> bool:
+        """Send what was not sent; whether that was all."""
+        while self.unsent and self.can_send(len(self.unsent[0][0])):
+            data, fds = self.unsent.popleft()
+            with suppress(ConnectionError):
+                super()._send(data, fds, 0)
+            for fd in fds:
+                os.close(fd)
+        return not self.unsent
+
+    def close(self) -> None:
+        for _, fds in self.unsent:
+            for fd in fds:
+                os.close(fd)
+        self.unsent.clear()
+        super().close()
+
+
+class Running:
+    """A call or a request that a rank runs."""
+
+    def __init__(self, number: int, method: str, reply: int, is_fenced: bool, is_timed: bool) -> None:
+        self.number, self.method, self.reply, self.is_fenced, self.is_timed = number, method, reply, is_fenced, is_timed
+        self.token: Any = None
+        self.plan = Plan()
+        self.is_over = False
+        self.since = 0.0
+
+
+class Rank:
+    """One worker process.
+
+    Attributes:
+        pid: Its process, a number that no true process has.
+        failed: The number of the failed call at whose fence it waits; 0 for none.
+        is_alive: Whether its process has not ended.
+    """
+
+    def __init__(self, world: World, group: Any, rank: int, pid: int, taken: Socket, context: Any) -> None:
+        self.world, self.group, self.rank, self.pid = world, group, rank, pid
+        self._socket = RankSocket(taken)
+        self._socket.on_arrival = self._has_news
+        self._lane = Lane(self._socket, SegmentWriter(kept_name(pid)))  # type: ignore[arg-type]
+        self._executor = Executor(hold=nullcontext)
+        self._executor._context = context
+        self.is_alive, self.is_stopped = True, False
+        self.running: Running | None = None
+        self.requests: dict[int, Running] = {}
+        self.failed = self.resumed = 0
+        self.slots: dict[int, int] = {}
+        self.last_number = 0
+        self.version = 0
+        self.cpu_s = 0.0
+        self.died = ""
+        self._aside: deque[Any] = deque()
+        self._given_up: set[int] = set()
+        self._replies: list[Any] = []
+        self._deferred: list[tuple[Any, tuple[Any, ...]]] = []
+        self._is_awake = False  # whether it is about to look at what has come
+        self._told_of = 0
+        self._tells = False
+        self._wake()
+
+    def __repr__(self) -> str:
+        return f"<rank {self.rank} of {self.group}, {self.pid}>"
+
+    # --- events ---
+
+    def _soon(self, seconds: float, function: Any, *args: Any) -> None:
+        self.world.after(seconds, self._happen, function, args)
+
+    def _happen(self, function: Any, args: Any) -> None:
+        if not self.is_alive:
+            return
+        if self.is_stopped:
+            self._deferred.append((function, args))
+        else:
+            function(*args)
+
+    def _latency(self) -> float:
+        draw = self.world.random.random()
+        return 2e-5 * draw if draw < 0.95 else 0.05 * self.world.random.random() ** 4
+
+    def _has_news(self) -> None:
+        if not self._is_awake and self.is_alive:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._is_awake = True
+        self._soon(self._latency(), self._go_on)
+
+    def go_on(self) -> None:
+        """Continue after it was stopped."""
+        self.is_stopped = False
+        deferred, self._deferred = self._deferred, []
+        for function, args in deferred:
+            self._soon(self._latency(), function, *args)
+
+    def _go_on(self) -> None:
+        self._is_awake = False
+        if not self._socket.send_rest():
+            return
+        try:
+            while self.is_alive and not (self.running or self.failed or self._socket.unsent):
+                if self._aside and not self.requests and not self._replies:
+                    self._begin(self._lane.take_up(self._aside.popleft()))
+                    continue
+                if (body := self._lane.receive(block=False)) is None:
+                    break
+                self._take(body)
+        except Closed:
+            self.end("hung up")
+            return
+        self._tell_of_leases()
+
+    def _take(self, body: memoryview) -> None:
+        kind = header_of(body)[0]
+        if kind == MessageKind.CANCEL:
+            numbers = read_content(body)
+            for number in numbers:
+                if number in self.requests:
+                    self._soon(self._latency(), self._interrupt_request, self.requests[number])
+            if self._aside:
+                self._given_up.update(numbers)
+        elif kind == MessageKind.REQUESTS and self._may_begin(body):
+            self._begin(body)
+        elif self._aside or self.requests or self._replies:
+            self._aside.append(self._lane.set_aside())
+        else:
+            self._begin(body)
+
+    def _may_begin(self, body: memoryview) -> bool:
+        method = "" if not self._aside else read_content(body)[0][1][0]
+        return not self._aside or method == MORE_ITEMS or method.startswith(CALLS_BACK)
+
+    # --- calls ---
+
+    def _begin(self, body: memoryview) -> None:
+        kind, number = header_of(body)
+        if kind == MessageKind.REQUESTS:
+            for number, content, is_timed in read_content(body):
+                self._begin_request(number, content, is_timed)
+        elif kind in (MessageKind.ENVIRONMENT, MessageKind.PAUSE, MessageKind.CALLER):
+            self._lane.body = None
+        else:
+            self._begin_call(kind, number, body)
+
+    def _begin_call(self, kind: int, number: int, body: memoryview) -> None:
+        world = self.world
+        world.check(number > self.last_number, "calls begin in another order than they were sent", self, number)
+        world.check(not self.requests, "a call begins while requests run", self, number)
+        self.last_number = number
+        self.group.check_fence(self)
+        readers = NO_ROWS
+        if kind & MessageKind.CALL:
+            method, how, parts, readers = claimed(self._lane, read_content(body), {})
+        else:
+            method, how, parts = read_small_call(body)
+        is_fenced, is_timed = kind >= MessageKind.FENCED, bool(kind & MessageKind.TIMED)
+        running = self.running = Running(number, method, how, is_fenced, is_timed)
+        if self.slots.get(number % N_SLOTS) == number:
+            self._end(running, Interrupted("before it began"))
+            return
+        self._run(running, parts, readers)
+
+    def _run(self, running: Running, parts: Any, readers: Any) -> None:
+        running.since = self.world.now
+        if running.method == CONSTRUCT:
+            self._soon(self._latency(), self._end, running, None)
+            return
+        args, kwargs = self._executor._arguments(parts, readers)
+        running.token, plans = args[0], args[1]
+        running.plan = plan = plans.get(self.rank, Plan()) if isinstance(plans, dict) else plans
+        self.world.note("begins", self.group.name, self.rank, running.token)
+        self.group.begun.append((self.rank, running.token, running.number))
+        for rows in (*args[2:], *kwargs.values()):
+            self.group.check_rows(self.rank, running.token, rows)
+        value: Any = (running.token, self.rank)
+        if plan.how == "hang":
+            return
+        if plan.how == "large":
+            value = (*value, np.full(12_000, running.token))
+        elif plan.how == "rows":
+            value = np.full((2, 10_000), running.token)
+        elif plan.how == "raise":
+            value = Raised(running.token, self.rank)
+        self._soon(plan.seconds + self._latency(), self._end, running, value)
+
+    def _end(self, running: Running, value: Any) -> None:
+        """The method has returned, raised, or was interrupted."""
+        if running.is_over or not self.is_alive:
+            return
+        running.is_over = True
+        if running.plan.how == "die":
+            self.end("killed by SIGKILL")
+            return
+        if running.plan.is_busy:
+            self.cpu_s += self.world.now - running.since
+        outcome = self._outcome(running, value)
+        self.world.note("ends", self.group.name, self.rank, running.token, type(value).__name__)
+        if running.number in self.requests:
+            del self.requests[running.number]
+            self._reply(running, outcome)
+        else:
+            self.running = None
+            if running.is_fenced and isinstance(outcome, Failure):
+                self.failed = running.number
+                self._soon(FENCE_LOOK_S, self._look_at_the_fence, running.number, FENCE_LOOK_S)
+            try:
+                reply(self._lane, running.number, [outcome])
+            except Closed:
+                self.end("hung up")
+            self._lane.body = None
+        self._wake()
+
+    def _outcome(self, running: Running, value: Any) -> Payload | Rows | Failure | None:
+        if isinstance(value, BaseException):
+            try:
+                raise value
+            except BaseException as error:
+                return self._executor.failure(error)
+        return self._executor.encoded(value, running.reply)
+
+    def _look_at_the_fence(self, number: int, look_s: float) -> None:
+        if self.resumed == number:
+            self.failed = 0
+            self._go_on()
+        elif self._socket.other.closed:
+            self.end("hung up")
+        else:
+            look_s = min(2 * look_s, FENCE_MOST_S)
+            self._soon(look_s, self._look_at_the_fence, number, look_s)
+
+    # --- requests ---
+
+    def _begin_request(self, number: int, content: Any, is_timed: bool) -> None:
+        method, how, parts, readers = claimed(self._lane, content, {})
+        running = self.requests[number] = Running(number, method, how, False, is_timed)
+        self.group.check_room(self)
+        if number in self._given_up:
+            self._interrupt_request(running)
+        else:
+            self._run(running, parts, readers)
+
+    def _interrupt_request(self, running: Running) -> None:
+        if not (running.is_over or running.plan.is_deaf):
+            running.is_over = True
+            del self.requests[running.number]
+            self._reply(running, Failure(FailureKind.CANCELLED, "interrupted by the controller"))
+            self._wake()
+
+    def _reply(self, running: Running, outcome: Any) -> None:
+        if isinstance(outcome, Rows) or (isinstance(outcome, Payload) and outcome.nbytes > INLINE_NBYTES):
+            try:
+                reply(self._lane, running.number, [outcome])
+            except Closed:
+                self.end("hung up")
+            return
+        self._replies.append((running.number, outcome))
+        if len(self._replies) == 1:
+            self._soon(self._latency(), self._flush)
+
+    def _flush(self) -> None:
+        said: list[Any] = []
+        if self.version != self._told_of:
+            self._told_of = self.version
+            said.append((0, ReplyKind.REPORT, {"": Report(version=self.version, load=float(len(self.requests)))}))
+        for number, outcome in self._replies:
+            if outcome is None:
+                said.append((number, ReplyKind.NOTHING, None))
+            elif isinstance(outcome, Failure):
+                said.append((number, ReplyKind.FAILURE, inline(encode(outcome))))
+            elif outcome.buffers:
+                said.append((number, ReplyKind.PART, inline(outcome)))
+            else:
+                said.append((number, ReplyKind.VALUE, bytes(outcome.head)))
+        self._replies = []
+        with suppress(Closed):
+            self._lane.send_beside(several_replies(said))
+        if not self.requests:
+            self._given_up.clear()
+        self._go_on()
+
+    def report(self, version: int) -> None:
+        """Tell of a new version, by itself."""
+        self.version = self._told_of = version
+        if self.is_alive:
+            with suppress(Closed):
+                self._lane.send_beside(reply_message(0, ReplyKind.REPORT, {"": Report(version=version)}))
+
+    # --- from outside ---
+
+    def interrupt(self, number: int) -> None:
+        """Interrupt a call by its number, as the status page does."""
+        self.slots[number % N_SLOTS] = number
+        self._soon(self._latency(), self._signalled)
+
+    def _signalled(self) -> None:
+        running = self.running
+        if running is None or running.is_over or running.plan.is_deaf or running.method == CONSTRUCT:
+            return
+        if self.slots.get(running.number % N_SLOTS) == running.number:
+            self._soon(self._latency(), self._end, running, Interrupted("the controller cancelled the call"))
+
+    def end(self, how: str) -> None:
+        """End the process."""
+        if self.is_alive:
+            self.is_alive = False
+            self.died = how
+            self.world.note("died", self.group.name, self.rank, how)
+            self.running = None
+            self.requests = {}
+            self._aside.clear()
+            self._lane.close()
+            self._lane.writer.close()
+            self._executor.close()
+
+    def signs(self) -> Signs:
+        """Its signs of life."""
+        running = self.running
+        cpu_s = self.cpu_s
+        if running is not None and running.plan.is_busy:
+            cpu_s += self.world.now - running.since
+        state = "" if not self.is_alive else "T" if self.is_stopped else "S"
+        since = self.world.now - running.since if running is not None else 0.0
+        return Signs(state, cpu_s, running.method if running is not None else "", since)
+
+    # --- leases ---
+
+    def _tell_of_leases(self) -> None:
+        if self._lane.has_leases and not self._tells:
+            self._tells = True
+            self._soon(0.5, self._tell)
+
+    def _tell(self) -> None:
+        self._tells = False
+        if not self.running and not self._socket.unsent:
+            self._lane.tell()
+        self._tell_of_leases()
+
+
+FOREVER = math.inf

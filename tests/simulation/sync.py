@@ -1,0 +1,264 @@
+"""Locks, conditions, events and threads of the world, in place of those of `threading`; and its clock."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections import deque
+from threading import get_ident
+from typing import Any
+
+from simulation import world as worlds
+from simulation.world import START, Task
+
+_names = itertools.count(1)
+
+
+def _block(ready, timeout, waits, is_interruptible=True):
+    """Wait in the world; where no program runs, what is waited for must be there."""
+    world = worlds.world
+    if world is None or world.failure and world.current is not world.main:
+        raise worlds.WorldEnded
+    return world.block(ready, math.inf if timeout is None else world.now + timeout, waits, is_interruptible)
+
+
+class Lock:
+    """As `threading.Lock`."""
+
+    _owner: int | None = None
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        worlds.tick()
+        if self._owner is not None:
+            if not blocking or timeout == 0:
+                return False
+            if not _block(lambda: self._owner is None, None if timeout < 0 else timeout, "a lock"):
+                return False
+        self._owner = get_ident()
+        return True
+
+    __enter__ = acquire
+
+    def release(self) -> None:
+        if self._owner is None:
+            raise RuntimeError("release unlocked lock")
+        self._owner = None
+        worlds.tick()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def locked(self) -> bool:
+        return self._owner is not None
+
+
+class RLock:
+    """As `threading.RLock`."""
+
+    __slots__ = ("__weakref__", "_count", "_owner")
+
+    def __init__(self) -> None:
+        self._owner: int | None = None
+        self._count = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        me = get_ident()
+        if self._owner == me:
+            self._count += 1
+            return True
+        worlds.tick()
+        if self._owner is not None:
+            if not blocking or timeout == 0:
+                return False
+            if not _block(lambda: self._owner is None, None if timeout < 0 else timeout, "a lock"):
+                return False
+        self._owner, self._count = me, 1
+        return True
+
+    __enter__ = acquire
+
+    def release(self) -> None:
+        if self._owner != get_ident():
+            raise RuntimeError("cannot release un-acquired lock")
+        self._count -= 1
+        if not self._count:
+            self._owner = None
+            worlds.tick()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _is_owned(self) -> bool:
+        return self._owner == get_ident()
+
+    def _release_save(self) -> tuple[int, Any]:
+        if self._owner != get_ident():
+            raise RuntimeError("cannot release un-acquired lock")
+        saved = self._count, self._owner
+        self._owner, self._count = None, 0
+        worlds.tick()
+        return saved
+
+    def _acquire_restore(self, saved: tuple[int, Any]) -> None:
+        if self._owner is not None:
+            _block(lambda: self._owner is None, None, "a lock", is_interruptible=False)
+        self._count, self._owner = saved
+
+
+class _Told:
+    """Whether a thread that waits was notified."""
+
+    __slots__ = ("is_told",)
+
+    def __init__(self) -> None:
+        self.is_told = False
+
+
+class Condition:
+    """As `threading.Condition`."""
+
+    def __init__(self, lock: Any = None) -> None:
+        self._lock = RLock() if lock is None else lock
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+        self._waiting: deque[_Told] = deque()
+
+    def __enter__(self) -> Any:
+        return self._lock.__enter__()
+
+    def __exit__(self, *args: object) -> None:
+        self._lock.__exit__(*args)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        told = _Told()
+        self._waiting.append(told)
+        saved = self._lock._release_save() if isinstance(self._lock, RLock) else self._lock.release()
+        try:
+            return _block(lambda: told.is_told, timeout, "a condition")
+        finally:
+            if isinstance(self._lock, RLock):
+                self._lock._acquire_restore(saved)
+            else:
+                self._lock.acquire()
+            if not told.is_told:
+                self._waiting.remove(told)
+
+    def wait_for(self, predicate: Any, timeout: float | None = None) -> Any:
+        deadline = None if timeout is None else now() + timeout
+        while not (result := predicate()):
+            left = None if deadline is None else deadline - now()
+            if left is not None and left <= 0:
+                break
+            self.wait(left)
+        return result
+
+    def notify(self, n: int = 1) -> None:
+        while n > 0 and self._waiting:
+            self._waiting.popleft().is_told = True
+            n -= 1
+
+    def notify_all(self) -> None:
+        self.notify(len(self._waiting))
+
+    notifyAll = notify_all
+
+
+class Event:
+    """As `threading.Event`."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        worlds.tick()
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        worlds.tick()
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        worlds.tick()
+        return self._is_set or _block(lambda: self._is_set, timeout, "an event")
+
+
+class Thread:
+    """As `threading.Thread`."""
+
+    def __init__(self, group=None, target=None, name=None, args=(), kwargs=None, *, daemon=None) -> None:
+        self.name = name or f"thread-{next(_names)}"
+        self._target, self._args, self._kwargs = target, args, kwargs or {}
+        self.daemon = daemon
+        self._task: Task | None = None
+
+    def start(self) -> None:
+        assert worlds.world is not None, "a program runs"
+        self._task = worlds.world.spawn(self.name, self._run)
+
+    def _run(self) -> None:
+        target, args, kwargs = self._target, self._args, self._kwargs
+        del self._target, self._args, self._kwargs
+        target(*args, **kwargs)
+
+    @property
+    def ident(self) -> int | None:
+        return None if self._task is None else self._task.ident
+
+    def is_alive(self) -> bool:
+        return self._task is not None and not self._task.is_over
+
+    def join(self, timeout: float | None = None) -> None:
+        task = self._task
+        if task is not None and not task.is_over:
+            _block(lambda: task.is_over, timeout, f"the end of {self.name}")
+
+
+def now() -> float:
+    """The virtual time; reading it takes a moment."""
+    world = worlds.world
+    if world is None:
+        return time.monotonic()
+    world.tick()
+    return world.now
+
+
+def sleep(seconds: float) -> None:
+    """Let virtual time pass."""
+    _block(_never, seconds, "the end of a sleep")
+
+
+def _never() -> bool:
+    return False
+
+
+class Threading:
+    """Stands for the module `threading`."""
+
+    Lock, RLock, Condition, Event, Thread = Lock, RLock, Condition, Event, Thread
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(threading, name)
+
+
+class Time:
+    """Stands for the module `time`."""
+
+    monotonic = perf_counter = staticmethod(now)
+    sleep = staticmethod(sleep)
+
+    @staticmethod
+    def monotonic_ns() -> int:
+        return int(now() * 1e9)
+
+    perf_counter_ns = monotonic_ns
+
+    @staticmethod
+    def time() -> float:
+        return now() - START + 1.7e9
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)

@@ -1,0 +1,380 @@
+"""`World`: virtual time, and threads of which one runs at a time, as the seed says.
+
+::
+
+    thread of the controller ── lock, wait, poll, clock, line ──► tick: virtual time, due events, perhaps another thread
+                             ── cannot go on ──► block: the next thread that can; if there is none, the next event
+
+Threads are threads of the system, so that identifiers, signal handlers and tracing are Python's own. Each has a gate;
+the one that runs opens the gate of the next and waits at its own. Events, such as the steps of simulated ranks, run in
+whichever thread lets time pass.
+"""
+
+from __future__ import annotations
+
+import _thread
+import heapq
+import itertools
+import math
+import random
+import signal
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+TICK_S = 1e-6
+START = 1000.0
+MOST_TICKS = 3_000_000  # of a program: more than that is a loop without end
+MOST_S = 20_000.0
+KEPT_EVENTS = 400
+
+
+class WorldEnded(BaseException):
+    """Raised in the main thread when a program cannot go on."""
+
+
+class Task:
+    """A thread of the world.
+
+    Attributes:
+        name: Its name.
+        ready: Returns whether it can go on; None if it can.
+        deadline: The moment at which it goes on anyway.
+        waits: What it waits for, in words.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.gate = _thread.allocate_lock()
+        self.gate.acquire()
+        self.ready: Callable[[], bool] | None = None
+        self.deadline = math.inf
+        self.waits = ""
+        self.is_over = False
+        self.ident = 0
+        self.is_interruptible = False
+
+    def __repr__(self) -> str:
+        return f"<{self.name}{' waits for ' + self.waits if self.ready is not None else ''}>"
+
+
+class _Carrier:
+    """A thread of the system that runs tasks one after the other: to start one takes long."""
+
+    def __init__(self) -> None:
+        self._gate = _thread.allocate_lock()
+        self._gate.acquire()
+        self._task: Task
+        self._run: Callable[[], object]
+        thread = threading.Thread(target=self._loop, daemon=True, name="simulated")
+        thread.start()
+        self.ident = thread.ident or 0
+
+    def begin(self, task: Task, run: Callable[[], object]) -> None:
+        task.gate, task.ident = self._gate, self.ident
+        self._run = run
+
+    def _loop(self) -> None:
+        while True:
+            self._gate.acquire()
+            self._run()
+
+
+_idle: list[_Carrier] = []
+
+
+class World:
+    """One program's threads, events and time.
+
+    Attributes:
+        random: Draws all that is left to chance.
+        now: The virtual time, by what the program takes for `time.monotonic`.
+        history: What has happened, for checks and to compare runs.
+        failure: Why the program cannot go on; "" as long as it can.
+
+    Args:
+        seed: Of all that is drawn.
+        switch_every: Steps between two switches of threads, on average.
+        hot: The share of functions between whose lines threads may be switched; 0 traces nothing.
+        n_calls_to_interrupt: The number of calls of the library's functions in the main thread before Ctrl-C; 0 for none.
+    """
+
+    def __init__(
+        self, seed: int, switch_every: float = 20.0, hot: float = 0.0, n_calls_to_interrupt: int = 0
+    ) -> None:
+        self.random = random.Random(seed)
+        self.now = START
+        self.history: list[tuple[Any, ...]] = []
+        self.trail: deque[str] = deque(maxlen=KEPT_EVENTS)
+        self.failure = ""
+        self.main = self.current = Task("main")
+        self.main.ident = threading.get_ident()
+        self.tasks = [self.main]
+        self.is_in_event = False
+        self.version = 0  # changes whenever a descriptor may have become ready
+        self.files: dict[int, Any] = {}
+        self.n_ticks = self.n_switches = 0
+        self._numbers = itertools.count()
+        self._events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._switch_every = switch_every
+        self._left = 1
+        self._is_choosing = False
+        self._is_interrupted = False
+        self._hot_share, self._hot = hot, dict[Any, bool]()
+        self._hot_random = random.Random(seed)
+        self._lines_left = 1
+        self._to_interrupt = n_calls_to_interrupt
+        self.interrupts_left = 0
+
+    # --- time and events ---
+
+    def at(self, moment: float, function: Callable[..., object], *args: Any) -> None:
+        """Call a function at a moment."""
+        heapq.heappush(self._events, (moment, next(self._numbers), function, args))
+
+    def after(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
+        """Call a function after some time."""
+        self.at(self.now + seconds, function, *args)
+
+    def note(self, *what: Any) -> None:
+        """Add an entry to the history."""
+        self.history.append((round(self.now, 6), self.current.name, *what))
+
+    def tick(self) -> None:
+        """Let a moment pass, in which events happen and another thread may run."""
+        if self.is_in_event or self._is_choosing or self.failure:
+            return
+        self.now += TICK_S
+        if self._events and self._events[0][0] <= self.now:
+            self._run_due()
+        self._left -= 1
+        if self._left <= 0:
+            self._switch()
+
+    def _run_due(self) -> None:
+        self.is_in_event = True
+        try:
+            while self._events and self._events[0][0] <= self.now:
+                _, _, function, args = heapq.heappop(self._events)
+                function(*args)
+        except BaseException as error:
+            self.fail(f"an event failed: {''.join(traceback.format_exception(error))}")
+        finally:
+            self.is_in_event = False
+
+    # --- threads ---
+
+    def _switch(self) -> None:
+        """Perhaps let another thread run, or none for a while."""
+        self.n_ticks += 1
+        if self.n_ticks > MOST_TICKS or self.now > START + MOST_S:
+            self.fail(f"the program does not end: {self.n_ticks:,} switches, {self.now - START:.0f} s")
+            self._stop()
+        draw = self.random.random()
+        self._left = 1 + int(self.random.expovariate(1.0 / self._switch_every))
+        me = self.current
+        if draw < 0.01:  # the machine is busy with something else
+            me.ready, me.deadline, me.waits = _never, self.now + 10 ** self.random.uniform(-5.0, -0.7), "a processor"
+            me.is_interruptible = False
+        if draw < 0.5 or me.ready is not None:
+            self._pass_on()
+
+    def block(
+        self, ready: Callable[[], bool], deadline: float = math.inf, waits: str = "", is_interruptible: bool = True
+    ) -> bool:
+        """Wait until a function returns True or a moment has come. Returns what the function says then."""
+        assert not self.is_in_event, f"an event waits for {waits}"
+        if self.failure:
+            raise WorldEnded
+        me = self.current
+        while True:
+            me.ready, me.deadline, me.waits, me.is_interruptible = ready, deadline, waits, is_interruptible
+            self._pass_on()
+            if is_interruptible and self._is_interrupted and me is self.main:
+                self._is_interrupted = False
+                self._press(sys._getframe())  # raises, or was put off
+                continue
+            return ready()
+
+    def _pass_on(self) -> None:
+        """Let the next thread run that can, until it is this one's turn again."""
+        me = self.current
+        chosen = self._chosen()
+        if self.failure:
+            self._stop()
+        if chosen is not me:
+            self._hand_over(chosen)
+            me.gate.acquire()
+            if self.failure:
+                raise WorldEnded
+        me.ready, me.deadline = None, math.inf
+
+    def _stop(self) -> None:
+        """Raise in the main thread, as the program has failed; other threads stand still for good."""
+        if self.current is not self.main:
+            me = self.current
+            self._hand_over(self.main)
+            me.gate.acquire()
+        raise WorldEnded
+
+    def _hand_over(self, chosen: Task) -> None:
+        self.n_switches += 1
+        self.current = chosen
+        self.trail.append(f"{self.now - START:.6f} {chosen.name} goes on")
+        chosen.gate.release()
+
+    def _chosen(self) -> Task:
+        self._is_choosing = True
+        try:
+            while True:
+                can = [task for task in self.tasks if self._can_go_on(task)]
+                if can:
+                    return can[0] if len(can) == 1 else self.random.choice(can)
+                moment = min(task.deadline for task in self.tasks)
+                if self._events and self._events[0][0] < moment:
+                    moment = self._events[0][0]
+                if moment == math.inf:
+                    self.fail("no thread can go on, and nothing will happen")
+                if moment > START + MOST_S:
+                    self.fail(f"the program does not end within {MOST_S:.0f} s")
+                if self.failure:
+                    return self.main
+                self.now = max(self.now, moment)
+                self._run_due()
+        finally:
+            self._is_choosing = False
+
+    def _can_go_on(self, task: Task) -> bool:
+        if task.ready is None or task.deadline <= self.now or task.ready():
+            return True
+        return self._is_interrupted and task is self.main and task.is_interruptible
+
+    def spawn(self, name: str, target: Callable[[], object]) -> Task:
+        """Start a thread."""
+        carrier = _idle.pop() if _idle else _Carrier()
+        task = Task(name)
+        carrier.begin(task, lambda: self._live(task, carrier, target))
+        self.tasks.append(task)
+        self.tick()
+        return task
+
+    def _live(self, task: Task, carrier: _Carrier, target: Callable[[], object]) -> None:
+        task.ready, task.deadline = None, math.inf
+        try:
+            if self._is_traced:
+                sys.settrace(self.trace)
+            target()
+        except WorldEnded:
+            return
+        except BaseException as error:
+            sys.settrace(None)
+            self.fail(f"thread {task.name} has died: {''.join(traceback.format_exception(error))}")
+        sys.settrace(None)
+        task.is_over = True
+        self.tasks.remove(task)
+        chosen = self.main if self.failure else self._chosen()
+        del target
+        _idle.append(carrier)
+        self._hand_over(chosen)
+
+    def fail(self, why: str) -> None:
+        """Note why the program cannot go on."""
+        if not self.failure:
+            self.failure = f"{self.stacks()}\n{why}"
+
+    def check(self, is_right: bool, why: str, *what: Any) -> None:
+        """Fail the program unless something holds."""
+        if not is_right:
+            self.fail(f"{why}: {', '.join(map(repr, what))}" if what else why)
+
+    def stacks(self) -> str:
+        """Where each thread is."""
+        frames = sys._current_frames()
+        lines = []
+        for task in self.tasks:
+            frame = frames.get(task.ident)
+            summary = [] if frame is None else traceback.extract_stack(frame)
+            inside = [one for one in summary if "/bandmaster/" in one.filename or one.name.startswith("_step")]
+            lines += [repr(task), *(f"  {one.filename.rpartition('/src/')[2]}:{one.lineno} {one.name}" for one in inside)]
+        return "\n".join(lines)
+
+    # --- tracing ---
+
+    @property
+    def _is_traced(self) -> bool:
+        return self._hot_share > 0 or self._to_interrupt > 0
+
+    def begin(self) -> None:
+        """Trace the main thread from here on."""
+        if self._is_traced:
+            sys.settrace(self.trace)
+
+    def end(self) -> None:
+        """Trace no more."""
+        sys.settrace(None)
+
+    def trace(self, frame: Any, event: str, arg: object) -> Any:
+        """The trace function of all threads, called for each function."""
+        code = frame.f_code
+        hot = self._hot.get(code)
+        if hot is None:
+            is_ours = "/bandmaster/" in code.co_filename
+            hot = self._hot[code] = is_ours and 1 + (self._hot_random.random() < self._hot_share)
+        if not hot:
+            return None
+        if self._to_interrupt and self.current is self.main and not (self.is_in_event or self._is_choosing):
+            self._to_interrupt -= 1
+            if not self._to_interrupt and self.interrupts_left:
+                self.note("Ctrl-C", code.co_name)
+                self.interrupts_left -= 1
+                self._to_interrupt = 1 + int(self.random.expovariate(1 / 300)) if self.interrupts_left else 0
+                try:
+                    self._press(frame)
+                except BaseException:
+                    self.after(0.0, self._trace_again)  # Python stops tracing when a trace function raises
+                    raise
+        return self._line if hot > 1 else None
+
+    def _trace_again(self) -> None:
+        if self.current is self.main and not self.failure:
+            sys.settrace(self.trace)
+
+    def _line(self, frame: Any, event: str, arg: object) -> Any:
+        if event == "line" and not (self.is_in_event or self._is_choosing or self.failure):
+            self._lines_left -= 1
+            if self._lines_left <= 0:
+                self._lines_left = 1 + int(self.random.expovariate(1.0 / 12))
+                if len(self.tasks) > 1:
+                    self.trail.append(
+                        f"{self.now - START:.6f} {self.current.name} at {frame.f_code.co_name}:{frame.f_lineno}"
+                    )
+                    self._left = 0
+                    self.tick()
+        return self._line
+
+    # --- Ctrl-C ---
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C while the main thread waits."""
+        self._is_interrupted = True
+
+    def _press(self, frame: Any) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(handler):
+            handler(signal.SIGINT, frame)
+
+
+def _never() -> bool:
+    return False
+
+
+world: World | None = None  # the one whose program runs
+
+
+def tick() -> None:
+    """Let a moment pass, if a program runs."""
+    if world is not None:
+        world.tick()
