@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import os
 import random
 import sys
 import time
 
 from simulation.install import installed
 from simulation.program import Program
+
+HUNG_S = 120.0  # a program that takes so long waits for something that is not of the world
 
 
 def main() -> int:
@@ -20,12 +24,15 @@ def main() -> int:
     args = parser.parse_args()
     first = random.SystemRandom().randrange(1 << 30) if args.seed is None else args.seed
     print(f"simulation: the first seed is {first}", flush=True)
+    os.sched_setaffinity(0, [random.SystemRandom().choice(sorted(os.sched_getaffinity(0)))])  # one thread runs at a time
     began, n_calls, n_programs, seed = time.perf_counter(), 0, 0, first
     virtual_s = 0.0
     with installed() as made:
         while n_programs < args.programs and time.perf_counter() - began < 60 * args.minutes:
             program = Program(seed)
+            faulthandler.dump_traceback_later(HUNG_S, exit=True)
             world = program.run(made)
+            faulthandler.cancel_dump_traceback_later()
             n_calls, n_programs = n_calls + program.n_calls, n_programs + 1
             virtual_s += world.now - 1000.0
             if world.failure:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures._base as futures
 import contextlib
+import functools
+import gc
+import importlib
 import itertools
 import select
 import signal
@@ -30,6 +33,9 @@ from simulation.world import World
 _LOCKS = {type(threading.Lock()): sync.Lock, type(threading.RLock()): sync.RLock, threading.Event: sync.Event}
 _MODULES = {id(threading): sync.Threading(), id(time): sync.Time(), id(select): net.Select()}
 _FUNCTIONS = {id(time.monotonic): sync.now, id(time.monotonic_ns): sync.Time.monotonic_ns, id(time.sleep): sync.sleep}
+
+# Modules that the path imports when it needs them: a program must not depend on whether it is the first.
+LATER = "requests.method", "requests.reader", "requests.map", "watching.turns", "flow.waiting", "turns.turns"
 
 
 class Group:
@@ -192,6 +198,10 @@ class Installed:
         elif type(value) in _LOCKS:
             self._locks.append((module, attribute, _LOCKS[type(value)]))
             self.replace(module, attribute, _LOCKS[type(value)]())
+        elif isinstance(value, type) and value.__module__ == module.__name__:
+            for one in vars(value).values():
+                if isinstance(one, functools.cached_property) and hasattr(one, "lock"):
+                    self.replace(one, "lock", sync.RLock())
         elif type(value).__module__.startswith("bandmaster.") and hasattr(value, "__dict__"):
             for inner, one in list(vars(value).items()):
                 if type(one) in _LOCKS:
@@ -227,9 +237,14 @@ def installed() -> Iterator[Installed]:
         register_backend("simulated", SimulatedBackend)
         _registered.append("simulated")
     get_backend("simulated")  # imports what it needs
+    for name in LATER:
+        importlib.import_module(f"bandmaster.{name}")
     made = Installed()
     made.begin()
+    gc.collect()
+    gc.freeze()
     try:
         yield made
     finally:
+        gc.unfreeze()
         made.end()

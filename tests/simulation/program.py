@@ -82,8 +82,8 @@ class Kind(NamedTuple):
         return cls(
             n_ranks=draw.choice([1, 2, 2, 3, 4]),
             n_threads=draw.choice([0, 1, 2, 3]),
-            n_steps=draw.choice([10, 30, 60]),
-            raising=0.15 * draw.random() if faults > 0.4 else 0.0,
+            n_steps=draw.choice([10, 20, 50]) if faults > 0.4 else draw.choice([50, 200]),
+            raising=0.1 * draw.random() if faults > 0.4 else 0.0,
             hanging=0.05 * draw.random() if faults > 0.4 else 0.0,
             cancelling=0.2 * draw.random() if faults > 0.4 else 0.0,
             dying=0.02 * draw.random() if faults > 0.7 else 0.0,
@@ -127,6 +127,7 @@ class Program:
     def __init__(self, seed: int, kind: Kind | None = None) -> None:
         self.seed, self.kind = seed, kind or Kind.drawn(seed)
         self.n_calls = 0
+        self.grace = random.Random(f"grace {seed}").choice([None, 0.1, 0.1, 0.3, 5.0])
         self._tokens = iter(range(1, 1 << 60))
         self._calls: list[Sent] = []
         self._group: Any = None
@@ -144,7 +145,7 @@ class Program:
         world.interrupts_left = kind.n_interrupts
         world.zygote = SimulatedZygote(world)  # type: ignore[attr-defined]
         world.ended = {}  # type: ignore[attr-defined]
-        worlds.world = world
+        worlds.begin(world)
         log = _Log(world)
         logging.getLogger("bandmaster").addHandler(log)
         try:
@@ -159,7 +160,7 @@ class Program:
         finally:
             world.end()
             logging.getLogger("bandmaster").removeHandler(log)
-            worlds.world = None
+            worlds.end()
             self._group = None
             gc.enable()
         return world
@@ -245,7 +246,7 @@ class Program:
                 how = "large"
             seconds = 10 ** draw.uniform(-5, -2) if draw.random() < 0.7 else 0.0
             if draw.random() < kind.hanging:
-                seconds = draw.choice([0.6, 2.0, 9.0])
+                seconds = draw.choice([0.01, 0.1, 0.7])
             return Plan(seconds, how, draw.random() < 0.05, draw.random() < 0.1)
 
         if draw.random() < kind.asking:
@@ -255,7 +256,6 @@ class Program:
     def _call(self, draw: random.Random) -> None:
         """Make a blocking call."""
         sent = self._drawn(draw)
-        method = getattr(self._group, sent.method)
         self._calls.append(sent)
         self.world.note("calls", sent.method, sent.token)
         if sent.method != "work":
@@ -263,7 +263,7 @@ class Program:
             self._wait(sent, None)
             return
         try:
-            value = method(sent.token, sent.plans)
+            value = self._method(sent)(sent.token, sent.plans)
         except KeyboardInterrupt:
             sent.is_cancelled = True
             raise
@@ -282,10 +282,14 @@ class Program:
 
     def _submit_it(self, sent: Sent) -> None:
         try:
-            sent.future = getattr(self._group, sent.method).submit(sent.token, sent.plans)
+            sent.future = self._method(sent).submit(sent.token, sent.plans)
         except KeyboardInterrupt:
             sent.is_cancelled = True
             raise
+
+    def _method(self, sent: Sent) -> Any:
+        method = getattr(self._group, sent.method)
+        return method.options(grace=self.grace) if sent.method == "work" else method
 
     def _add_callback(self, sent: Sent) -> None:
         sent.n_expected += 1

@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 import traceback
+import zlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,7 @@ from typing import Any
 TICK_S = 1e-6
 START = 1000.0
 MOST_TICKS = 3_000_000  # of a program: more than that is a loop without end
-MOST_S = 20_000.0
+MOST_S = 3_000.0
 KEPT_EVENTS = 400
 
 
@@ -121,10 +122,11 @@ class World:
         self._events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._switch_every = switch_every
         self._left = 1
-        self._is_choosing = False
+        self._next_event = math.inf
+        self.is_still = False  # while events happen or a thread is chosen, and once the program has failed
         self._is_interrupted = False
         self._hot_share, self._hot = hot, dict[Any, bool]()
-        self._hot_random = random.Random(seed)
+        self._seed = seed
         self._lines_left = 1
         self._to_interrupt = n_calls_to_interrupt
         self.interrupts_left = 0
@@ -134,6 +136,7 @@ class World:
     def at(self, moment: float, function: Callable[..., object], *args: Any) -> None:
         """Call a function at a moment."""
         heapq.heappush(self._events, (moment, next(self._numbers), function, args))
+        self._next_event = self._events[0][0]
 
     def after(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
         """Call a function after some time."""
@@ -145,25 +148,27 @@ class World:
 
     def tick(self) -> None:
         """Let a moment pass, in which events happen and another thread may run."""
-        if self.is_in_event or self._is_choosing or self.failure:
+        if self.is_still:
             return
-        self.now += TICK_S
-        if self._events and self._events[0][0] <= self.now:
+        self.now = now = self.now + TICK_S
+        if now >= self._next_event:
             self._run_due()
         self._left -= 1
         if self._left <= 0:
             self._switch()
 
     def _run_due(self) -> None:
-        self.is_in_event = True
+        was_still, self.is_still = self.is_still, True
+        self.is_in_event, events = True, self._events
         try:
-            while self._events and self._events[0][0] <= self.now:
-                _, _, function, args = heapq.heappop(self._events)
+            while events and events[0][0] <= self.now:
+                _, _, function, args = heapq.heappop(events)
                 function(*args)
         except BaseException as error:
             self.fail(f"an event failed: {''.join(traceback.format_exception(error))}")
         finally:
-            self.is_in_event = False
+            self.is_in_event, self.is_still = False, was_still or bool(self.failure)
+            self._next_event = events[0][0] if events else math.inf
 
     # --- threads ---
 
@@ -227,30 +232,29 @@ class World:
         chosen.gate.release()
 
     def _chosen(self) -> Task:
-        self._is_choosing = True
+        self.is_still, main = True, self.main
         try:
             while True:
-                can = [task for task in self.tasks if self._can_go_on(task)]
+                now, can = self.now, []
+                for task in self.tasks:
+                    if task.ready is None or task.deadline <= now or task.ready():
+                        can.append(task)
+                if self._is_interrupted and main.is_interruptible and main not in can:
+                    can.append(main)
                 if can:
-                    return can[0] if len(can) == 1 else self.random.choice(can)
-                moment = min(task.deadline for task in self.tasks)
-                if self._events and self._events[0][0] < moment:
-                    moment = self._events[0][0]
+                    return can[0] if len(can) == 1 else can[int(self.random.random() * len(can))]
+                moment = min([task.deadline for task in self.tasks])
+                moment = min(moment, self._next_event)
                 if moment == math.inf:
                     self.fail("no thread can go on, and nothing will happen")
-                if moment > START + MOST_S:
+                elif moment > START + MOST_S:
                     self.fail(f"the program does not end within {MOST_S:.0f} s")
                 if self.failure:
-                    return self.main
-                self.now = max(self.now, moment)
+                    return main
+                self.now = max(now, moment)
                 self._run_due()
         finally:
-            self._is_choosing = False
-
-    def _can_go_on(self, task: Task) -> bool:
-        if task.ready is None or task.deadline <= self.now or task.ready():
-            return True
-        return self._is_interrupted and task is self.main and task.is_interruptible
+            self.is_still = bool(self.failure)
 
     def spawn(self, name: str, target: Callable[[], object]) -> Task:
         """Start a thread."""
@@ -283,6 +287,7 @@ class World:
     def fail(self, why: str) -> None:
         """Note why the program cannot go on."""
         if not self.failure:
+            self.is_still = True
             self.failure = f"{self.stacks()}\n{why}"
 
     def check(self, is_right: bool, why: str, *what: Any) -> None:
@@ -322,10 +327,10 @@ class World:
         hot = self._hot.get(code)
         if hot is None:
             is_ours = "/bandmaster/" in code.co_filename
-            hot = self._hot[code] = is_ours and 1 + (self._hot_random.random() < self._hot_share)
+            hot = self._hot[code] = is_ours and 1 + self._is_hot(code)
         if not hot:
             return None
-        if self._to_interrupt and self.current is self.main and not (self.is_in_event or self._is_choosing):
+        if self._to_interrupt and self.current is self.main and not self.is_still:
             self._to_interrupt -= 1
             if not self._to_interrupt and self.interrupts_left:
                 self.note("Ctrl-C", code.co_name)
@@ -338,12 +343,17 @@ class World:
                     raise
         return self._line if hot > 1 else None
 
+    def _is_hot(self, code: Any) -> bool:
+        """Whether threads may be switched between the lines of a function; the same in each run of a seed."""
+        name = f"{self._seed} {code.co_filename.rpartition('/')[2]} {code.co_name}"
+        return zlib.crc32(name.encode()) < self._hot_share * (1 << 32)
+
     def _trace_again(self) -> None:
         if self.current is self.main and not self.failure:
             sys.settrace(self.trace)
 
     def _line(self, frame: Any, event: str, arg: object) -> Any:
-        if event == "line" and not (self.is_in_event or self._is_choosing or self.failure):
+        if event == "line" and not self.is_still:
             self._lines_left -= 1
             if self._lines_left <= 0:
                 self._lines_left = 1 + int(self.random.expovariate(1.0 / 12))
@@ -374,7 +384,20 @@ def _never() -> bool:
 world: World | None = None  # the one whose program runs
 
 
-def tick() -> None:
-    """Let a moment pass, if a program runs."""
-    if world is not None:
-        world.tick()
+def _nothing() -> None:
+    """No program runs."""
+
+
+tick: Callable[[], object] = _nothing  # lets a moment pass, if a program runs
+
+
+def begin(new: World) -> None:
+    """Have this world's program run from here on."""
+    global world, tick
+    world, tick = new, new.tick
+
+
+def end() -> None:
+    """Have no program run from here on."""
+    global world, tick
+    world, tick = None, _nothing
