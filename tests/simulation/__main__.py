@@ -10,7 +10,7 @@ import sys
 import time
 
 from simulation.install import installed
-from simulation.program import Program
+from simulation.program import Program, warm_up
 
 HUNG_S = 120.0  # a program that takes so long waits for something that is not of the world
 
@@ -28,6 +28,7 @@ def main() -> int:
     began, n_calls, n_programs, seed = time.perf_counter(), 0, 0, first
     virtual_s = 0.0
     with installed() as made:
+        warm_up(made)
         while n_programs < args.programs and time.perf_counter() - began < 60 * args.minutes:
             program = Program(seed)
             faulthandler.dump_traceback_later(HUNG_S, exit=True)

@@ -161,6 +161,7 @@ class Installed:
         self._before: list[tuple[Any, str, Any]] = []
         self._locks: list[tuple[Any, str, Any]] = []
         self._seen: set[str] = set()
+        self._caches: dict[int, Any] = {}  # functions that remember what they have returned
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
         """Replace an attribute."""
@@ -192,6 +193,10 @@ class Installed:
                     self._look_at(module, attribute, value)
 
     def _look_at(self, module: Any, attribute: str, value: Any) -> None:
+        for one in vars(value).values() if isinstance(value, type) else (value,):
+            one = getattr(one, "__func__", one)
+            if isinstance(one, _CACHED):
+                self._caches[id(one)] = one
         new = _MODULES.get(id(value), _FUNCTIONS.get(id(value)))
         if new is not None:
             self.replace(module, attribute, new)
@@ -211,6 +216,8 @@ class Installed:
     def begin_anew(self) -> None:
         """Drop what a program that has failed has left."""
         self._look_at_modules()
+        for cached in self._caches.values():
+            cached.cache_clear()
         for owner, name, kind in self._locks:
             setattr(owner, name, kind())
         progress_module.progress.__init__()  # type: ignore[misc]
@@ -227,6 +234,7 @@ class Installed:
 
 
 _ABSENT = object()
+_CACHED = type(functools.cache(bool))
 _registered: list[str] = []
 
 

@@ -294,6 +294,7 @@ class Program:
     def _add_callback(self, sent: Sent) -> None:
         sent.n_expected += 1
         future = sent.future
+        self.world.note("adds a callback", sent.token)
         is_added = False
 
         def call_back(given: Any) -> None:
@@ -383,6 +384,11 @@ class Program:
         gc.collect()
         world.check(not world.files, "descriptors are left", world.files)
         world.check(not progress._watches, "watches are left", progress._watches)
+
+
+def warm_up(made: Installed) -> None:
+    """Run a program, so that those to come do not depend on what the library does when it is first used."""
+    Program(0, Kind(2, 2, 60, 0.1, 0.0, 0.1, 0.01, 0.5, 0.0, 0, 10.0)).run(made)
 
 
 class _Log(logging.Handler):
