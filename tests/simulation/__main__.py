@@ -24,7 +24,10 @@ def main() -> int:
     args = parser.parse_args()
     first = random.SystemRandom().randrange(1 << 30) if args.seed is None else args.seed
     print(f"simulation: the first seed is {first}", flush=True)
-    os.sched_setaffinity(0, [random.SystemRandom().choice(sorted(os.sched_getaffinity(0)))])  # one thread runs at a time
+    os.sched_setaffinity(
+        0, [random.SystemRandom().choice(sorted(os.sched_getaffinity(0)))]
+    )  # one thread runs at a time
+    began_cpu_s = time.process_time()
     began, n_calls, n_programs, seed = time.perf_counter(), 0, 0, first
     virtual_s = 0.0
     with installed() as made:
@@ -41,10 +44,10 @@ def main() -> int:
                 print("\n".join([*list(world.trail)[-40:], *map(str, world.history[-40:]), world.failure]))
                 return 1
             seed += 1
-    seconds = time.perf_counter() - began
+    seconds, cpu_s = time.perf_counter() - began, time.process_time() - began_cpu_s
     print(
-        f"{n_programs} programs, {n_calls:,} calls, {virtual_s:,.0f} virtual s in {seconds:.1f} s: "
-        f"{60 * n_calls / seconds:,.0f} calls a minute; nothing was found"
+        f"{n_programs} programs, {n_calls:,} calls, {virtual_s:,.0f} virtual s in {seconds:.1f} s, {cpu_s:.1f} s of "
+        f"processor time: {60 * n_calls / cpu_s:,.0f} calls for each minute of that; nothing was found"
     )
     return 0
 

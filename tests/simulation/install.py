@@ -42,13 +42,13 @@ class Group:
     """The simulated ranks of one group, and what is checked of them together.
 
     Attributes:
-        begun: The rank, token and number of each call that has begun, in order.
+        ended: When the last rank has ended a call, by its number.
     """
 
     def __init__(self, world: World, name: str, concurrency: int) -> None:
         self.world, self.name, self.concurrency = world, name, concurrency
         self.ranks: dict[int, Rank] = {}
-        self.begun: list[tuple[int, Any, int]] = []
+        self.ended: dict[int, float] = {}
 
     def __repr__(self) -> str:
         return self.name
@@ -60,6 +60,10 @@ class Group:
             running = other.running
             is_at_it = running is not None and running.number == failed and other.is_alive
             self.world.check(not (failed and is_at_it), "a rank passes the fence of a call that another runs", rank)
+
+    def check_fence_passed(self, rank: Rank) -> None:
+        """No call is waited for while a rank waits at a fence in vain."""
+        self.world.program.check_fence_passed(rank, self.ended[rank.failed])  # type: ignore[attr-defined]
 
     def check_room(self, rank: Rank) -> None:
         """No more requests run than the method may."""

@@ -1,9 +1,11 @@
-"""One program: threads of the controller that call a group, wait, cancel and close, as the seed says; and its checks."""
+"""One program: threads of the controller that call a group, wait and cancel, as the seed says; and its checks."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
+import math
 import random
 import sys
 import threading
@@ -15,10 +17,12 @@ from bandmaster.calls.progress import progress
 from simulation import sync
 from simulation import world as worlds
 from simulation.install import Installed, SimulatedZygote
+from simulation.loop import Loop
 from simulation.ranks import Plan, Raised
 from simulation.world import START, World, WorldEnded
 
-LATE_S = 4.0  # between the last reply of a call and the return of a thread that waits for it: less than any look around
+LATE_S = 1.5  # between the last reply of a call and the return of a thread that waits for it: less than any look around
+NOTICED_S = 2.0 + 0.5  # after `stall_after`: the goal, and what a busy machine adds
 SETTLED_S = 60.0  # in which threads end, and leases, once all is closed
 
 
@@ -60,6 +64,9 @@ class Kind(NamedTuple):
         hot: See `World`.
         n_interrupts: How often Ctrl-C is pressed.
         switch_every: See `World`.
+        awaiting: Share of steps in which a thread awaits several requests in an event loop.
+        renewing: Share of steps of the main thread in which it restarts the group, or replaces a rank.
+        stalling: Share of steps of the main thread in which a rank stands still, and is noticed or not.
     """
 
     n_ranks: int
@@ -73,6 +80,9 @@ class Kind(NamedTuple):
     hot: float
     n_interrupts: int
     switch_every: float
+    awaiting: float = 0.0
+    renewing: float = 0.0
+    stalling: float = 0.0
 
     @classmethod
     def drawn(cls, seed: int) -> Kind:
@@ -91,6 +101,9 @@ class Kind(NamedTuple):
             hot=draw.choice([0.0, 0.0, 0.1, 0.3]),
             n_interrupts=draw.choice([0, 0, 0, 3]),
             switch_every=draw.choice([3.0, 10.0, 30.0, 100.0]),
+            awaiting=draw.choice([0.0, 0.0, 0.05, 0.2]),
+            renewing=draw.choice([0.0, 0.0, 0.02]) if faults > 0.5 else 0.0,
+            stalling=draw.choice([0.0, 0.0, 0.0, 0.05]),
         )
 
 
@@ -109,7 +122,8 @@ class Sent:
         self.is_cancelled = False
         self.n_callbacks = self.n_expected = 0
         self.outcome: Any = None
-        self.has_stalled = False
+        self.is_lost = False
+        self.waited_since = math.inf
 
     @property
     def hows(self) -> set[str]:
@@ -132,7 +146,7 @@ class Program:
         self._calls: list[Sent] = []
         self._group: Any = None
         self._n_running = 0
-        self._deaths_expected = False
+        self.is_renewed = False  # perhaps: calls may have failed because of it
         self.world: World
 
     def run(self, made: Installed) -> World:
@@ -144,7 +158,7 @@ class Program:
         self.world = world = World(self.seed, kind.switch_every, kind.hot, 40 if kind.n_interrupts else 0)
         world.interrupts_left = kind.n_interrupts
         world.zygote = SimulatedZygote(world)  # type: ignore[attr-defined]
-        world.ended = {}  # type: ignore[attr-defined]
+        world.program, world.ended = self, {}  # type: ignore[attr-defined]
         worlds.begin(world)
         log = _Log(world)
         logging.getLogger("bandmaster").addHandler(log)
@@ -207,6 +221,16 @@ class Program:
                 self.world.note("interrupted")
 
     def _step(self, draw: random.Random, mine: list[Sent]) -> None:
+        kind, is_main = self.kind, self.world.current is self.world.main
+        if draw.random() < kind.awaiting and not (is_main and kind.n_interrupts):
+            self._await_some(draw)
+            return
+        if is_main and not kind.n_interrupts and draw.random() < kind.renewing:
+            self._renew(draw)
+            return
+        if is_main and not kind.n_interrupts and draw.random() < kind.stalling:
+            self._stall(draw)
+            return
         what = draw.random()
         if what < 0.35:
             self._call(draw)
@@ -232,7 +256,89 @@ class Program:
             else:
                 self._wait(sent, draw.choice([None, None, None, 0.0, 1e-4, 0.01, 1.0]))
 
-    def _drawn(self, draw: random.Random) -> Sent:
+    # --- steps ---
+
+    def _await_some(self, draw: random.Random) -> None:
+        """Await some requests in an event loop."""
+        all_sent = [self._drawn(draw, asking=1.0) for _ in range(draw.choice([1, 3, 12]))]
+        waits = [draw.choice([None, None, 0.001, 0.05]) for _ in all_sent]
+        self._calls += all_sent
+
+        async def one(sent: Sent, timeout: float | None) -> None:
+            self.world.note("awaits", sent.method, sent.token)
+            try:
+                future = getattr(self._group, sent.method)(sent.token, sent.plans)
+                sent.future = future
+                began = self.world.now
+                value = await (future if timeout is None else asyncio.wait_for(_value(future), timeout))
+            except asyncio.TimeoutError:
+                sent.is_cancelled = True
+            except bm.BandmasterError as error:
+                self._judge(sent, error)
+            else:
+                self._judge(sent, value)
+                self._check_lateness(sent, began)
+
+        async def every() -> None:
+            await asyncio.gather(*[one(sent, timeout) for sent, timeout in zip(all_sent, waits, strict=True)])
+
+        loop = Loop()
+        try:
+            loop.run_until_complete(every())
+        finally:
+            loop.close()
+            asyncio.set_event_loop(None)
+
+    def _renew(self, draw: random.Random) -> None:
+        """Restart the group, or replace a rank."""
+        self.is_renewed = True
+        self.world.note("renews")
+        try:
+            if draw.random() < 0.5:
+                self._group.restart()
+            else:
+                self._group.replace(draw.randrange(self.kind.n_ranks))
+        except (bm.UsageError, bm.WorkerDied, bm.CallCancelled, bm.ConstructorError) as error:
+            self.world.note("cannot renew", type(error).__name__)
+
+    def _stall(self, draw: random.Random) -> None:
+        """Have a rank stand still or compute, and check who is told of it."""
+        world, kind = self.world, self.kind
+        after_s, shape = draw.choice([2.0, 5.0]), draw.choice(["stopped", "idle", "busy"])
+        lasts_s = after_s * draw.choice([0.4, 3.0, 6.0])
+        token = next(self._tokens)
+        plans = {0: Plan(lasts_s, is_busy=shape == "busy")}
+        if shape == "stopped":
+            plans = {0: Plan(1e-4)}
+            ranks = world.zygote.groups[self._group.name].ranks  # type: ignore[attr-defined]
+            ranks[0].is_stopped = True
+            world.after(lasts_s, ranks[0].go_on)
+        sent = Sent(token, "work", plans)
+        began, n_before = world.now, len(bm.stalls())
+        world.note("stalls", token, shape, after_s, lasts_s)
+        try:
+            self._judge(sent, self._group.work.options(stall_after=after_s, timeout=None)(token, plans))
+        except bm.BandmasterError as error:
+            self._judge(sent, error)
+            return  # as a rank has died, or is being replaced
+        told = [stall for stall in bm.stalls()[n_before:] if stall.method.endswith(".work")]
+        if shape == "busy" or lasts_s < after_s:
+            world.check(not told or kind.n_threads > 0, "a notice of a call that goes on", token, shape, told)
+        elif kind.n_threads == 0:
+            world.check(bool(told), "nobody was told of a call that stands still", token, shape, after_s, lasts_s)
+            late_s = told[0].at - 1.7e9 + START - began - after_s if told else 0.0
+            world.check(late_s < NOTICED_S, f"told {late_s:.1f} s late of a call that stands still", token, shape)
+
+    def check_fence_passed(self, rank: Any, ended_at: float) -> None:
+        """No call is waited for while ranks wait at a fence in vain."""
+        world = self.world
+        for sent in self._calls:
+            is_behind = sent.method == "work" and sent.outcome is None and sent.token not in rank.begun
+            if is_behind and sent.future is not None and not sent.is_cancelled:
+                late_s = world.now - max(ended_at, sent.waited_since)
+                world.check(late_s < LATE_S, f"a rank waited at a fence for {late_s:.2f} s in vain", rank, sent.token)
+
+    def _drawn(self, draw: random.Random, asking: float | None = None) -> Sent:
         kind, token = self.kind, next(self._tokens)
         self.n_calls += 1
 
@@ -249,7 +355,7 @@ class Program:
                 seconds = draw.choice([0.01, 0.1, 0.7])
             return Plan(seconds, how, draw.random() < 0.05, draw.random() < 0.1)
 
-        if draw.random() < kind.asking:
+        if draw.random() < (kind.asking if asking is None else asking):
             return Sent(token, draw.choice(["ask", "ask", "ask", "exclusive"]), plan())
         return Sent(token, "work", {rank: plan() for rank in range(kind.n_ranks)})
 
@@ -260,7 +366,8 @@ class Program:
         self.world.note("calls", sent.method, sent.token)
         if sent.method != "work":
             self._submit_it(sent)
-            self._wait(sent, None)
+            if sent.future is not None:
+                self._wait(sent, None)
             return
         try:
             value = self._method(sent)(sent.token, sent.plans)
@@ -271,6 +378,7 @@ class Program:
             self._judge(sent, error)
         else:
             self._judge(sent, value)
+            self._check_lateness(sent, START)
         self._calls.remove(sent)
 
     def _submit(self, draw: random.Random) -> Sent:
@@ -286,6 +394,8 @@ class Program:
         except KeyboardInterrupt:
             sent.is_cancelled = True
             raise
+        except bm.BandmasterError as error:
+            self._judge(sent, error)
 
     def _method(self, sent: Sent) -> Any:
         method = getattr(self._group, sent.method)
@@ -294,14 +404,15 @@ class Program:
     def _add_callback(self, sent: Sent) -> None:
         sent.n_expected += 1
         future = sent.future
+        sent.waited_since = min(sent.waited_since, self.world.now)
         self.world.note("adds a callback", sent.token)
-        is_added = False
+        is_added, added_at = False, self.world.now
 
         def call_back(given: Any) -> None:
             sent.n_callbacks += 1
             self.world.note("called back", sent.token)
             self.world.check(given is future, "a callback gets another future", sent.token)
-            self._check_lateness(sent, START)
+            self._check_lateness(sent, added_at)
 
         try:
             future.add_done_callback(call_back)
@@ -309,10 +420,12 @@ class Program:
         finally:
             if not is_added:  # Ctrl-C
                 sent.n_expected -= 1
-                sent.has_stalled = True
+                sent.is_lost = True
 
     def _wait(self, sent: Sent, timeout: float | None) -> None:
         began = self.world.now
+        if timeout is None:
+            sent.waited_since = min(sent.waited_since, began)
         try:
             value = sent.future.result(timeout)
         except bm.CallTimeout:
@@ -340,15 +453,18 @@ class Program:
         sent.outcome = outcome
         self.world.note("has", sent.token, type(outcome).__name__)
         if isinstance(outcome, bm.CallCancelled):
-            world.check(sent.is_cancelled, "a call was cancelled that nobody cancels", sent.token)
+            is_meant = sent.is_cancelled or self.is_renewed
+            world.check(is_meant, "a call was cancelled that nobody cancels", sent.token)
         elif isinstance(outcome, bm.WorkerDied):
-            died = any(not rank.is_alive for rank in world.zygote.ranks.values())  # type: ignore[attr-defined]
+            died = self.is_renewed or any(not rank.is_alive for rank in world.zygote.ranks.values())  # type: ignore[attr-defined]
             world.check(died, "a worker is said to have died", sent.token, outcome)
         elif isinstance(outcome, bm.RemoteError):
             world.check("raise" in hows, "a call fails that does not", sent.token, outcome)
             cause = outcome.__cause__
             is_its = isinstance(cause, Raised) and cause.args[0] == sent.token
             world.check(is_its, "the failure of another call", sent.token, outcome)
+        elif isinstance(outcome, bm.ClosedError):
+            world.check(self.is_renewed, "a group is closed that nobody closes", sent.token)
         elif isinstance(outcome, BaseException):
             world.fail(f"call {sent.token} has {outcome!r}")
         else:
@@ -370,7 +486,7 @@ class Program:
         deadline = self.world.now + LATE_S
         sync._block(lambda: all(s.n_callbacks >= s.n_expected for s in waiting), deadline - self.world.now, "callbacks")
         for sent in self._calls:
-            is_right = sent.n_callbacks == sent.n_expected or (sent.has_stalled and sent.n_callbacks >= sent.n_expected)
+            is_right = sent.n_callbacks == sent.n_expected or (sent.is_lost and sent.n_callbacks >= sent.n_expected)
             self.world.check(is_right, "callbacks", sent.token, sent.n_callbacks, sent.n_expected)
 
     def _settle(self) -> None:
@@ -389,6 +505,10 @@ class Program:
 def warm_up(made: Installed) -> None:
     """Run a program, so that those to come do not depend on what the library does when it is first used."""
     Program(0, Kind(2, 2, 60, 0.1, 0.0, 0.1, 0.01, 0.5, 0.0, 0, 10.0)).run(made)
+
+
+async def _value(future: Any) -> Any:
+    return await future
 
 
 class _Log(logging.Handler):

@@ -134,6 +134,7 @@ class Rank:
         self.version = 0
         self.cpu_s = 0.0
         self.died = ""
+        self.begun: set[Any] = set()  # the tokens of calls that have begun
         self._aside: deque[Any] = deque()
         self._given_up: set[int] = set()
         self._replies: list[Any] = []
@@ -251,10 +252,13 @@ class Rank:
             self._soon(self._latency(), self._end, running, None)
             return
         args, kwargs = self._executor._arguments(parts, readers)
+        if running.method == "on_replace":
+            self._soon(self._latency(), self._end, running, None)
+            return
         running.token, plans = args[0], args[1]
         running.plan = plan = plans.get(self.rank, Plan()) if isinstance(plans, dict) else plans
         self.world.note("begins", self.group.name, self.rank, running.token)
-        self.group.begun.append((self.rank, running.token, running.number))
+        self.begun.add(running.token)
         for rows in (*args[2:], *kwargs.values()):
             self.group.check_rows(self.rank, running.token, rows)
         value: Any = (running.token, self.rank)
@@ -280,6 +284,7 @@ class Rank:
             self.cpu_s += self.world.now - running.since
         outcome = self._outcome(running, value)
         self.world.note("ends", self.group.name, self.rank, running.token, type(value).__name__)
+        self.world.ended[running.token] = self.group.ended[running.number] = self.world.now  # type: ignore[attr-defined]
         if running.number in self.requests:
             del self.requests[running.number]
             self._reply(running, outcome)
@@ -305,6 +310,7 @@ class Rank:
 
     def _look_at_the_fence(self, number: int, look_s: float) -> None:
         if self.resumed == number:
+            self.group.check_fence_passed(self)
             self.failed = 0
             self._go_on()
         elif self._socket.other.closed:

@@ -31,6 +31,7 @@ START = 1000.0
 MOST_TICKS = 3_000_000  # of a program: more than that is a loop without end
 MOST_S = 3_000.0
 KEPT_EVENTS = 400
+MOST_AFTER = 10_000  # steps of the main thread after a failure, in which it leaves what it has entered
 
 
 class WorldEnded(BaseException):
@@ -100,12 +101,10 @@ class World:
         seed: Of all that is drawn.
         switch_every: Steps between two switches of threads, on average.
         hot: The share of functions between whose lines threads may be switched; 0 traces nothing.
-        n_calls_to_interrupt: The number of calls of the library's functions in the main thread before Ctrl-C; 0 for none.
+        n_calls_to_interrupt: Calls of the library's functions in the main thread before Ctrl-C; 0 for none.
     """
 
-    def __init__(
-        self, seed: int, switch_every: float = 20.0, hot: float = 0.0, n_calls_to_interrupt: int = 0
-    ) -> None:
+    def __init__(self, seed: int, switch_every: float = 20.0, hot: float = 0.0, n_calls_to_interrupt: int = 0) -> None:
         self.random = random.Random(seed)
         self.now = START
         self.history: list[tuple[Any, ...]] = []
@@ -124,6 +123,7 @@ class World:
         self._left = 1
         self._next_event = math.inf
         self.is_still = False  # while events happen or a thread is chosen, and once the program has failed
+        self._is_choosing, self._n_after_failure = False, 0
         self._is_interrupted = False
         self._hot_share, self._hot = hot, dict[Any, bool]()
         self._seed = seed
@@ -149,6 +149,10 @@ class World:
     def tick(self) -> None:
         """Let a moment pass, in which events happen and another thread may run."""
         if self.is_still:
+            if self.failure and not (self.is_in_event or self._is_choosing):
+                self._n_after_failure += 1
+                if self.current is not self.main or self._n_after_failure > MOST_AFTER:
+                    self._stop()
             return
         self.now = now = self.now + TICK_S
         if now >= self._next_event:
@@ -232,7 +236,8 @@ class World:
         chosen.gate.release()
 
     def _chosen(self) -> Task:
-        self.is_still, main = True, self.main
+        self.is_still = self._is_choosing = True
+        main = self.main
         try:
             while True:
                 now, can = self.now, []
@@ -254,7 +259,7 @@ class World:
                 self.now = max(now, moment)
                 self._run_due()
         finally:
-            self.is_still = bool(self.failure)
+            self.is_still, self._is_choosing = bool(self.failure), False
 
     def spawn(self, name: str, target: Callable[[], object]) -> Task:
         """Start a thread."""
@@ -303,7 +308,10 @@ class World:
             frame = frames.get(task.ident)
             summary = [] if frame is None else traceback.extract_stack(frame)
             inside = [one for one in summary if "/bandmaster/" in one.filename or one.name.startswith("_step")]
-            lines += [repr(task), *(f"  {one.filename.rpartition('/src/')[2]}:{one.lineno} {one.name}" for one in inside)]
+            lines += [
+                repr(task),
+                *(f"  {one.filename.rpartition('/src/')[2]}:{one.lineno} {one.name}" for one in inside),
+            ]
         return "\n".join(lines)
 
     # --- tracing ---
