@@ -731,6 +731,40 @@ def test_a_call_is_told_of_though_a_request_was_made_as_it_was_sent(group):
         asking.join(DEADLINE)
 
 
+@pytest.mark.backends("local", "ray")
+def test_a_call_is_sent_though_an_event_loop_sends_its_requests_meanwhile(group):
+    is_submitted, may_go_on = threading.Event(), threading.Event()
+
+    async def ask():
+        future = group.chat("a")
+        is_submitted.set()
+        may_go_on.wait(DEADLINE)  # the request is sent when this round has ended
+        return await future
+
+    other = threading.Thread(target=lambda: asyncio.run(ask()))
+    lines = []
+
+    def trace(frame, kind, _):
+        if frame.f_code.co_name != "send_calls":
+            return None
+        lines.append(kind)
+        if lines.count("line") == 2:  # it has looked whether there are requests to be sent
+            may_go_on.set()
+            other.join(DEADLINE)
+        return trace
+
+    other.start()
+    try:
+        assert is_submitted.wait(DEADLINE)
+        sys.settrace(trace)
+        counts = group.take_counts()
+    finally:
+        sys.settrace(None)
+        may_go_on.set()
+        other.join(DEADLINE)
+    assert len(counts) == group.world_size
+
+
 def test_a_method_that_is_not_async_runs_alone(group, gate, opens_soon):
     group.take_counts()
     held = group.hold.options(replica=0)(gate.folder, "held")

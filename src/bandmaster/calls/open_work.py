@@ -364,8 +364,9 @@ class OpenWork:
 
     def send_calls(self, workers: Workers, calls: Sequence[WorkerCall], tickets: dict[int, Any]) -> None:
         """Send calls behind the requests that were submitted before."""
-        if self.outgoing is not None:
-            self.outgoing.flush()
+        outgoing = self.outgoing  # which another thread may send meanwhile
+        if outgoing is not None:
+            outgoing.flush()
         if not self.routers or workers.arrivals is None:  # the methods run here, and Ctrl-C is not to wait for them
             workers.call(calls, tickets)
             return
