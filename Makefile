@@ -8,7 +8,7 @@ export PIP_COMPILE := 0
 export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-fast test-all test-hosts test-hosts-fast test-verl test-verl-fast test-vllm lint grpo ppo soak fuzz bench bench-verl bench-rlhf bench-requests bench-engines bench-hosts dist docs clean
+.PHONY: demo test test-fast test-all test-hosts test-hosts-fast test-verl test-verl-fast test-vllm lint grpo ppo soak fuzz simulate mutants bench bench-verl bench-rlhf bench-requests bench-engines bench-hosts dist docs clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -26,6 +26,7 @@ test-fast: $(VENV)/.dev
 test-all: test  ## and the slow rest: tutorials, examples, benchmarks, soak, random programs, several hosts, verl's own tests
 	$(PYTEST) -m slow $(TEST_OPTIONS)
 	PYTHONPATH=tests $(BIN)/python -m fuzz
+	PYTHONPATH=tests $(BIN)/python -m simulation
 	$(MAKE) --no-print-directory --jobs=2 test-hosts-fast test-verl-fast
 
 lint: $(VENV)/.dev
@@ -42,6 +43,12 @@ soak: $(VENV)/.dev  ## random groups, calls and faults for ten minutes; SOAK_OPT
 
 fuzz: $(VENV)/.dev  ## random programs against an oracle for a minute; FUZZ_OPTIONS='--minutes 60 --backends local,ray --seed 7'
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(FUZZ_OPTIONS)
+
+simulate: $(VENV)/.dev  ## threads, calls and ranks of a simulated world, for a minute; SIMULATION_OPTIONS='--minutes 60 --seed 7'
+	PYTHONPATH=tests $(BIN)/python -m simulation $(SIMULATION_OPTIONS)
+
+mutants: $(VENV)/.dev  ## small changes to the path, each of which the simulated world must notice within a minute
+	PYTHONPATH=tests $(BIN)/python -m mutants $(MUTANTS_OPTIONS)
 
 # On several hosts, which are namespaces of this machine with networks of their own: needs root, else it says so.
 HOST_TESTS := $(addprefix tests/test_,$(addsuffix .py,contract handles laws streams turns colocation callers seeds)) \

@@ -77,6 +77,7 @@ def _start_ray(ray, n_attempts=4, **resources):
 
 # Run in processes of their own, and must not be imported for their doctests.
 collect_ignore_glob = ["*_programs/*", "hosts.py", "on_hosts.py", "soak.py", "soaking/*", "fuzz/*", "verl/*"]
+collect_ignore_glob += ["simulation/*", "mutants/*"]  # the same
 collect_ignore_glob += ["test_hosts.py", "test_bench_hosts.py"]  # need root, and a Ray cluster of several hosts
 
 

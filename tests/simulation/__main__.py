@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import time
+import zlib
 
 from simulation.install import installed
 from simulation.program import Program, warm_up
@@ -21,6 +22,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="the first seed; by default a new one")
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--programs", type=int, default=1 << 60, help="run so many programs at most")
+    parser.add_argument("--digests", action="store_true", help="print a digest of what happens in each program")
     args = parser.parse_args()
     first = random.SystemRandom().randrange(1 << 30) if args.seed is None else args.seed
     print(f"simulation: the first seed is {first}", flush=True)
@@ -38,6 +40,8 @@ def main() -> int:
             world = program.run(made)
             faulthandler.cancel_dump_traceback_later()
             n_calls, n_programs = n_calls + program.n_calls, n_programs + 1
+            if args.digests:
+                print(f"seed {seed}: {zlib.crc32(repr([*world.history, *world.trail]).encode()):08x}", flush=True)
             virtual_s += world.now - 1000.0
             if world.failure:
                 print(f"seed {seed}, after {time.perf_counter() - began:.1f} s: {program.kind}")
