@@ -227,7 +227,8 @@ class WatchedCalls:
             )
         with suppress(BandmasterError):  # a group is being closed
             lines += chain(facts, self._find)
-        waits = "" if call.tickets else call.router.why_waiting(call.target)
+        has_begun = call.tickets or isinstance(call, Call)  # a call that has ended meanwhile has no tickets either
+        waits = "" if has_begun else call.router.why_waiting(call.target)
         text = notice(site, seconds, facts, n_more, lines, waits)
         found = tuple(late) or guilty(facts)
         return Stall(site.group, site.method, tuple(owing(call)), seconds, text, time.time(), found)
