@@ -12,6 +12,8 @@ from hosts import spread
 
 import bandmaster as bm
 from bandmaster import Dispatch, UsageError, register, rl
+from bandmaster.contract import Signs
+from bandmaster.watching.life import Life
 
 DEADLINE = 30
 AFTER = 0.5
@@ -163,6 +165,23 @@ def test_a_notice_comes_once_and_is_withdrawn(ranks, noticed, tmp_path, caplog):
     assert bm.stalls()[-1] == stall and caplog.text.count("made no progress") == 1
 
 
+def test_a_call_that_ends_as_its_notice_is_written_is_no_error(ranks, noticed, tmp_path, monkeypatch, caplog):
+    workers = ranks._ownership.workers()
+    read = workers.stacks
+
+    def stacks(tickets):
+        found = read(tickets)
+        (tmp_path / "gate").touch()
+        waiting.result(DEADLINE)
+        return found
+
+    with caplog.at_level(logging.ERROR, "bandmaster"):
+        monkeypatch.setattr(workers, "stacks", stacks)
+        waiting = ranks.wait_for.submit(tmp_path / "gate")
+        assert noticed().method == "Ranks.wait_for"
+    assert caplog.text == ""
+
+
 def test_a_call_is_looked_at_within_its_own_limit_whatever_that_of_the_one_before(ranks, noticed, tmp_path):
     ranks.compute.options(stall_after=1000)(2.5)  # it is looked at again after a tenth of that
     waiting = ranks.wait_for.submit(tmp_path / "gate")
@@ -187,3 +206,19 @@ def test_wrong_limits_are_refused(ranks, value):
     for method in (ranks.pid, ranks.await_):
         with pytest.raises(UsageError, match="stall_after must be a non-negative number of seconds or None, got"):
             method.options(stall_after=value)
+
+
+def moved_at(*used, every=6.0):
+    """When a rank is seen to have moved last, of which this much processor time is seen at looks in this distance."""
+    life = Life(Signs("S", 0.0, "train", 0.0), 0.0)
+    for n in range(len(used)):
+        life.look(Signs("S", sum(used[: n + 1]), "train", every * (n + 1)), every * (n + 1))
+    return life.moved_at
+
+
+def test_a_rank_that_has_computed_stands_still_from_its_last_use_of_the_processor_on():
+    assert moved_at(6.0, 6.0, 6.0, 0.0, 0.0, 0.0) == 18.0
+
+
+def test_a_rank_that_waits_and_wakes_up_now_and_then_does_not_move():
+    assert moved_at(0.0, 0.6, 0.0, 0.0, 0.6, 0.0) == 0.0

@@ -27,8 +27,10 @@ class Life:
     def look(self, signs: Signs, now: float) -> None:
         """Take new signs."""
         before, elapsed_s = self.signs, max(now - self._looked_at, 1e-3)
-        self._load += SMOOTHING * ((signs.cpu_s - before.cpu_s) / elapsed_s - self._load)
+        load = (signs.cpu_s - before.cpu_s) / elapsed_s
+        self._load += SMOOTHING * (load - self._load)
         begun_anew = signs.method != before.method or signs.seconds < before.seconds
-        if signs.state == "R" or self._load >= BUSY or (begun_anew and signs.method):  # R: it may wait for a processor
+        is_busy = min(load, self._load) >= BUSY  # now, and not for a moment only
+        if signs.state == "R" or is_busy or (begun_anew and signs.method):  # R: it may wait for a processor
             self.moved_at = now
         self.signs, self._looked_at = signs, now
