@@ -24,8 +24,9 @@ from bandmaster.backends import get_backend, host_workers, register_backend
 from bandmaster.backends.host_workers import HostShare, HostWorkers
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.calls import progress as progress_module
+from bandmaster.hosts import agent, handshake, link
 from bandmaster.wire import poller, status_page
-from simulation import net, sync
+from simulation import hosts, net, sync
 from simulation import world as worlds
 from simulation.ranks import Rank
 from simulation.world import World
@@ -42,28 +43,30 @@ class Group:
     """The simulated ranks of one group, and what is checked of them together.
 
     Attributes:
-        ended: When the last rank has ended a call, by its number.
+        ended: When the last rank has ended a call, by its token.
     """
 
     def __init__(self, world: World, name: str, concurrency: int) -> None:
         self.world, self.name, self.concurrency = world, name, concurrency
         self.ranks: dict[int, Rank] = {}
-        self.ended: dict[int, float] = {}
+        self.ended: dict[Any, float] = {}
 
     def __repr__(self) -> str:
         return self.name
 
     def check_fence(self, rank: Rank) -> None:
         """A rank that has failed a call begins the next one when no rank runs the failed one any more."""
-        failed = rank.resumed
+        failed = rank.failed_token
         for other in self.ranks.values():
             running = other.running
-            is_at_it = running is not None and running.number == failed and other.is_alive
-            self.world.check(not (failed and is_at_it), "a rank passes the fence of a call that another runs", rank)
+            is_at_it = running is not None and running.token == failed and other.is_alive and not other.is_cut_off
+            self.world.check(
+                failed is None or not is_at_it, "a rank passes the fence of a call that another runs", rank
+            )
 
     def check_fence_passed(self, rank: Rank) -> None:
         """No call is waited for while a rank waits at a fence in vain."""
-        self.world.program.check_fence_passed(rank, self.ended[rank.failed])  # type: ignore[attr-defined]
+        self.world.program.check_fence_passed(rank, self.ended[rank.failed_token])  # type: ignore[attr-defined]
 
     def check_room(self, rank: Rank) -> None:
         """No more requests run than the method may."""
@@ -180,6 +183,8 @@ class Installed:
         for module in (poller, progress_module):
             self.replace(module, "os", net.Os())
         self.replace(poller, "open", net.opened)
+        for module in (agent, handshake, link):
+            self.replace(module, "socket", hosts.SocketModule())
         self.replace(host_workers, "lane_pair", net.socket_pair)
         self.replace(host_workers, "listening_socket", lambda _: _Nowhere())
         self.replace(host_workers, "_output_of", lambda *_: None)
@@ -247,8 +252,10 @@ def installed() -> Iterator[Installed]:
     """Replace everything within the block."""
     if not _registered:
         register_backend("simulated", SimulatedBackend)
+        register_backend("simulated-hosts", hosts.SimulatedHosts)
         _registered.append("simulated")
-    get_backend("simulated")  # imports what it needs
+    for name in ("simulated", "simulated-hosts"):
+        get_backend(name)  # imports what it needs
     for name in LATER:
         importlib.import_module(f"bandmaster.{name}")
     made = Installed()

@@ -29,10 +29,12 @@ class File:
 
     Attributes:
         fd: The lowest that is free, as in a system; -1 once it was closed.
+        process: The process that it belongs to.
     """
 
     def __init__(self) -> None:
         self.world = _world()
+        self.process = self.world.current.process
         files = self.world.files
         self.fd = next(fd for fd in range(FIRST, FIRST + len(files) + 1) if fd not in files)
         files[self.fd] = self
@@ -110,7 +112,7 @@ class Socket(File):
 
     def events(self) -> int:
         other = self.other
-        is_gone = other.closed or self.is_shut
+        is_gone = other.fd < 0 or self.is_shut
         room = OUT if is_gone or 4 * other.n_bytes <= other.has_room_for else 0
         return (IN if self.arrived or is_gone else 0) | room | (HUP if is_gone else 0)
 
@@ -227,8 +229,10 @@ class Poll(File):
 
     def ready(self) -> list[tuple[int, int]]:
         """What is ready."""
-        files = self.world.files
-        found = [(fd, events) for fd, asked in self.entries.items() if (events := files[fd].events() & (asked | HUP))]
+        files, found = self.world.files, []
+        for fd, asked in self.entries.items():
+            if events := files[fd].events() & (asked | HUP):
+                found.append((fd, events))
         if len(found) > 1:
             self.world.random.shuffle(found)
         return found
@@ -238,7 +242,11 @@ class Poll(File):
         version, is_ready = self._known
         if version != self.world.version:
             files = self.world.files
-            is_ready = any(files[fd].events() & (asked | HUP) for fd, asked in self.entries.items())
+            is_ready = False
+            for fd, asked in self.entries.items():
+                if files[fd].events() & (asked | HUP):
+                    is_ready = True
+                    break
             self._known = self.world.version, is_ready
         return IN if is_ready else 0
 
@@ -246,10 +254,16 @@ class Poll(File):
         if self.fd < 0:
             raise ValueError("I/O operation on closed epoll object")
         worlds.tick()
-        if not self.events() and timeout != 0:
+        if not self.events():
+            if timeout == 0:
+                return []
             waits = None if timeout is None or timeout < 0 else timeout
-            sync._block(lambda: self.fd < 0 or bool(self.events()), waits, "an event of a descriptor")
-        return self.ready() if self.fd >= 0 else []
+            if not sync._block(self._has_news, waits, "an event of a descriptor") or self.fd < 0:
+                return []
+        return self.ready()
+
+    def _has_news(self) -> bool:
+        return self.fd < 0 or bool(self.events())
 
     def close(self) -> None:
         if self.fd > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import math
 import random
@@ -16,6 +17,7 @@ import bandmaster as bm
 from bandmaster.calls.progress import progress
 from simulation import sync
 from simulation import world as worlds
+from simulation.hosts import Network
 from simulation.install import Installed, SimulatedZygote
 from simulation.loop import Loop
 from simulation.ranks import Plan, Raised
@@ -66,6 +68,8 @@ class Kind(NamedTuple):
         switch_every: See `World`.
         awaiting: Share of steps in which a thread awaits several requests in an event loop.
         renewing: Share of steps of the main thread in which it restarts the group, or replaces a rank.
+        n_hosts: Hosts that the ranks are on; 0 for the controller's.
+        cutting: Share of steps of the main thread in which a host is cut off, or its agent killed.
         stalling: Share of steps of the main thread in which a rank stands still, and is noticed or not.
     """
 
@@ -83,6 +87,8 @@ class Kind(NamedTuple):
     awaiting: float = 0.0
     renewing: float = 0.0
     stalling: float = 0.0
+    n_hosts: int = 0
+    cutting: float = 0.0
 
     @classmethod
     def drawn(cls, seed: int) -> Kind:
@@ -104,6 +110,8 @@ class Kind(NamedTuple):
             awaiting=draw.choice([0.0, 0.0, 0.05, 0.2]),
             renewing=draw.choice([0.0, 0.0, 0.02]) if faults > 0.5 else 0.0,
             stalling=draw.choice([0.0, 0.0, 0.0, 0.05]),
+            n_hosts=draw.choice([0, 0, 0, 1, 2, 3]),
+            cutting=draw.choice([0.0, 0.0, 0.03]) if faults > 0.4 else 0.0,
         )
 
 
@@ -146,6 +154,7 @@ class Program:
         self._calls: list[Sent] = []
         self._group: Any = None
         self._n_running = 0
+        self.is_cut = False  # some host, so that replies may come late
         self.is_renewed = False  # perhaps: calls may have failed because of it
         self.world: World
 
@@ -159,6 +168,8 @@ class Program:
         world.interrupts_left = kind.n_interrupts
         world.zygote = SimulatedZygote(world)  # type: ignore[attr-defined]
         world.program, world.ended = self, {}  # type: ignore[attr-defined]
+        world.network, world.links, world.n_hosts = Network(), None, kind.n_hosts  # type: ignore[attr-defined]
+        world.n_agents = itertools.count()  # type: ignore[attr-defined]
         worlds.begin(world)
         log = _Log(world)
         logging.getLogger("bandmaster").addHandler(log)
@@ -183,7 +194,8 @@ class Program:
 
     def _main(self) -> None:
         world, kind = self.world, self.kind
-        with bm.ResourcePool([kind.n_ranks], backend="simulated") as pool:
+        backend = "simulated-hosts" if kind.n_hosts else "simulated"
+        with bm.ResourcePool([kind.n_ranks], backend=backend) as pool:
             self._group = bm.WorkerGroup(pool, Subject)
             for number in range(kind.n_threads):
                 self._n_running += 1
@@ -195,6 +207,8 @@ class Program:
             sync._block(lambda: not self._n_running, None, "the other threads")
             self._finish()
             self._group.close()
+        if (links := world.links) is not None:  # type: ignore[attr-defined]
+            links.close()
         self._settle()
 
     def _live(self, number: int) -> None:
@@ -228,7 +242,10 @@ class Program:
         if is_main and not kind.n_interrupts and draw.random() < kind.renewing:
             self._renew(draw)
             return
-        if is_main and not kind.n_interrupts and draw.random() < kind.stalling:
+        if is_main and kind.n_hosts and draw.random() < kind.cutting:
+            self._cut(draw)
+            return
+        if is_main and not (kind.n_interrupts or kind.n_hosts) and draw.random() < kind.stalling:
             self._stall(draw)
             return
         what = draw.random()
@@ -301,6 +318,21 @@ class Program:
         except (bm.UsageError, bm.WorkerDied, bm.CallCancelled, bm.ConstructorError) as error:
             self.world.note("cannot renew", type(error).__name__)
 
+    def _cut(self, draw: random.Random) -> None:
+        """Cut a host off, or kill its agent."""
+        self.is_renewed = self.is_cut = True
+        network = self.world.network  # type: ignore[attr-defined]
+        processes = sorted({task.process for task in self.world.tasks} - {""})
+        if processes:
+            process = draw.choice(processes)
+            if draw.random() < 0.3:
+                network.gone.add(process)
+                self.world.kill(process)
+            else:
+                seconds = draw.choice([0.1, 1.0, 30.0])
+                self.world.note("cut off", process, seconds)
+                network.cut_off(process, seconds)
+
     def _stall(self, draw: random.Random) -> None:
         """Have a rank stand still or compute, and check who is told of it."""
         world, kind = self.world, self.kind
@@ -309,6 +341,7 @@ class Program:
         token = next(self._tokens)
         plans = {0: Plan(lasts_s, is_busy=shape == "busy")}
         if shape == "stopped":
+            self.is_cut = True  # its replies come late
             plans = {0: Plan(1e-4)}
             ranks = world.zygote.groups[self._group.name].ranks  # type: ignore[attr-defined]
             ranks[0].is_stopped = True
@@ -333,6 +366,8 @@ class Program:
         """No call is waited for while ranks wait at a fence in vain."""
         world = self.world
         for sent in self._calls:
+            if self.is_cut:
+                return
             is_behind = sent.method == "work" and sent.outcome is None and sent.token not in rank.begun
             if is_behind and sent.future is not None and not sent.is_cancelled:
                 late_s = world.now - max(ended_at, sent.waited_since)
@@ -441,7 +476,7 @@ class Program:
     def _check_lateness(self, sent: Sent, began: float) -> None:
         """A thread that waits is told soon after the last reply."""
         ended = self.world.ended.get(sent.token)  # type: ignore[attr-defined]
-        if ended is not None and not isinstance(sent.outcome, BaseException):
+        if ended is not None and not (self.is_cut or isinstance(sent.outcome, BaseException)):
             late_s = self.world.now - max(ended, began)
             self.world.check(late_s < LATE_S, f"a wait ends {late_s:.2f} s after the last reply", sent.token)
 

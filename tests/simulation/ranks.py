@@ -129,6 +129,8 @@ class Rank:
         self.running: Running | None = None
         self.requests: dict[int, Running] = {}
         self.failed = self.resumed = 0
+        self.failed_token: Any = None  # of the call that it has failed last
+        self.process = world.current.process
         self.slots: dict[int, int] = {}
         self.last_number = 0
         self.version = 0
@@ -146,6 +148,12 @@ class Rank:
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} of {self.group}, {self.pid}>"
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether its host is cut off, or its agent was killed."""
+        network = self.world.network  # type: ignore[attr-defined]
+        return self.process in network.cut or self.process in network.gone
 
     # --- events ---
 
@@ -284,14 +292,14 @@ class Rank:
             self.cpu_s += self.world.now - running.since
         outcome = self._outcome(running, value)
         self.world.note("ends", self.group.name, self.rank, running.token, type(value).__name__)
-        self.world.ended[running.token] = self.group.ended[running.number] = self.world.now  # type: ignore[attr-defined]
+        self.world.ended[running.token] = self.group.ended[running.token] = self.world.now  # type: ignore[attr-defined]
         if running.number in self.requests:
             del self.requests[running.number]
             self._reply(running, outcome)
         else:
             self.running = None
             if running.is_fenced and isinstance(outcome, Failure):
-                self.failed = running.number
+                self.failed, self.failed_token = running.number, running.token
                 self._soon(FENCE_LOOK_S, self._look_at_the_fence, running.number, FENCE_LOOK_S)
             try:
                 reply(self._lane, running.number, [outcome])

@@ -84,8 +84,7 @@ class RLock:
             raise RuntimeError("cannot release un-acquired lock")
         self._count -= 1
         if not self._count:
-            self._owner = None
-            worlds.tick()
+            self._owner = None  # another thread may run at the next step of this one
 
     def __exit__(self, *_: object) -> None:
         self.release()

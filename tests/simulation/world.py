@@ -38,6 +38,10 @@ class WorldEnded(BaseException):
     """Raised in the main thread when a program cannot go on."""
 
 
+class ThreadEnds(BaseException):
+    """Raised in the threads of a process that was killed."""
+
+
 class Task:
     """A thread of the world.
 
@@ -46,10 +50,13 @@ class Task:
         ready: Returns whether it can go on; None if it can.
         deadline: The moment at which it goes on anyway.
         waits: What it waits for, in words.
+        process: The process that it belongs to; "" for the controller.
+        is_killed: Whether that was killed.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, process: str = "") -> None:
+        self.name, self.process = name, process
+        self.is_killed = False
         self.gate = _thread.allocate_lock()
         self.gate.acquire()
         self.ready: Callable[[], bool] | None = None
@@ -220,6 +227,8 @@ class World:
             if self.failure:
                 raise WorldEnded
         me.ready, me.deadline = None, math.inf
+        if me.is_killed:
+            raise ThreadEnds
 
     def _stop(self) -> None:
         """Raise in the main thread, as the program has failed; other threads stand still for good."""
@@ -242,7 +251,7 @@ class World:
             while True:
                 now, can = self.now, []
                 for task in self.tasks:
-                    if task.ready is None or task.deadline <= now or task.ready():
+                    if task.ready is None or task.deadline <= now or task.is_killed or task.ready():
                         can.append(task)
                 if self._is_interrupted and main.is_interruptible and main not in can:
                     can.append(main)
@@ -261,10 +270,19 @@ class World:
         finally:
             self.is_still, self._is_choosing = bool(self.failure), False
 
-    def spawn(self, name: str, target: Callable[[], object]) -> Task:
-        """Start a thread."""
+    def kill(self, process: str) -> None:
+        """Kill a process other than the controller."""
+        self.note("killed", process)
+        for file in [file for file in self.files.values() if file.process == process]:
+            file.close()
+        for task in self.tasks:
+            if task.process == process:
+                task.is_killed = True
+
+    def spawn(self, name: str, target: Callable[[], object], process: str | None = None) -> Task:
+        """Start a thread, by default of this one's process."""
         carrier = _idle.pop() if _idle else _Carrier()
-        task = Task(name)
+        task = Task(name, self.current.process if process is None else process)
         carrier.begin(task, lambda: self._live(task, carrier, target))
         self.tasks.append(task)
         self.tick()
@@ -278,6 +296,8 @@ class World:
             target()
         except WorldEnded:
             return
+        except ThreadEnds:
+            pass
         except BaseException as error:
             sys.settrace(None)
             self.fail(f"thread {task.name} has died: {''.join(traceback.format_exception(error))}")
