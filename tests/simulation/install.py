@@ -73,9 +73,6 @@ class Group:
         n = len(rank.requests)
         self.world.check(n <= self.concurrency, "more requests run than may", rank, n)
 
-    def check_rows(self, rank: int, token: Any, rows: Any) -> None:
-        """The rows that a call takes are those that were made for it."""
-
 
 class SimulatedZygote:
     """Starts simulated ranks in place of processes."""

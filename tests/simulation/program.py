@@ -13,6 +13,8 @@ import threading
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import numpy as np
+
 import bandmaster as bm
 from bandmaster.calls.progress import progress
 from simulation import sync
@@ -24,6 +26,7 @@ from simulation.ranks import Plan, Raised
 from simulation.world import START, World, WorldEnded
 
 LATE_S = 1.5  # between the last reply of a call and the return of a thread that waits for it: less than any look around
+LONG_S = 4.0
 NOTICED_S = 2.0 + 0.5  # after `stall_after`: the goal, and what a busy machine adds
 SETTLED_S = 60.0  # in which threads end, and leases, once all is closed
 
@@ -32,19 +35,19 @@ class Subject(bm.Worker):
     """The worker class; simulated ranks run none of this."""
 
     @bm.register("ONE_TO_ALL")
-    def work(self, token, plans):
+    def work(self, token, plans, ballast=None):
         """A call of all ranks."""
 
     @bm.register("DP_PROTO")
-    def rows(self, token, plans):
+    def rows(self, token, plans, ballast=None):
         """A call that leaves rows on the ranks."""
 
     @bm.register("REQUEST", concurrency=4)
-    async def ask(self, token, plan):
+    async def ask(self, token, plan, ballast=None):
         """A request."""
 
     @bm.register("REQUEST")
-    def exclusive(self, token, plan):
+    def exclusive(self, token, plan, ballast=None):
         """A request that runs alone."""
 
     def on_replace(self, rank, state):
@@ -120,18 +123,27 @@ class Sent:
 
     Attributes:
         future: Its future; None if Ctrl-C came as it was submitted.
+        has_ballast: Whether it takes a large array as well.
         is_cancelled: Whether it may have been cancelled.
+        cancelled_at: When it was cancelled for certain.
         n_callbacks: How often its callback was called.
     """
 
-    def __init__(self, token: int, method: str, plans: Any) -> None:
-        self.token, self.method, self.plans = token, method, plans
+    def __init__(self, token: int, method: str, plans: Any, has_ballast: bool = False) -> None:
+        self.token, self.method, self.plans, self.has_ballast = token, method, plans, has_ballast
+        self.cancelled_at = math.inf
         self.future: Any = None
         self.is_cancelled = False
         self.n_callbacks = self.n_expected = 0
         self.outcome: Any = None
         self.is_lost = False
         self.waited_since = math.inf
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """Its arguments."""
+        ballast = (np.full(12_000, self.token),) if self.has_ballast else ()
+        return self.token, self.plans, *ballast
 
     @property
     def hows(self) -> set[str]:
@@ -152,6 +164,7 @@ class Program:
         self.grace = random.Random(f"grace {seed}").choice([None, 0.1, 0.1, 0.3, 5.0])
         self._tokens = iter(range(1, 1 << 60))
         self._calls: list[Sent] = []
+        self._by_token: dict[int, Sent] = {}
         self._group: Any = None
         self._n_running = 0
         self.is_cut = False  # some host, so that replies may come late
@@ -265,7 +278,8 @@ class Program:
                 return
             if draw.random() < self.kind.cancelling:
                 sent.is_cancelled = True
-                sent.future.cancel()
+                if sent.future.cancel():
+                    sent.cancelled_at = min(sent.cancelled_at, self.world.now)
             elif draw.random() < 0.2:
                 sent.future.done()
             elif draw.random() < 0.1:
@@ -284,7 +298,7 @@ class Program:
         async def one(sent: Sent, timeout: float | None) -> None:
             self.world.note("awaits", sent.method, sent.token)
             try:
-                future = getattr(self._group, sent.method)(sent.token, sent.plans)
+                future = getattr(self._group, sent.method)(*sent.args)
                 sent.future = future
                 began = self.world.now
                 value = await (future if timeout is None else asyncio.wait_for(_value(future), timeout))
@@ -362,6 +376,13 @@ class Program:
             late_s = told[0].at - 1.7e9 + START - began - after_s if told else 0.0
             world.check(late_s < NOTICED_S, f"told {late_s:.1f} s late of a call that stands still", token, shape)
 
+    def check_ran_on(self, running: Any) -> None:
+        """A call that was cancelled does not run on to its end."""
+        sent = self._by_token.get(running.token)
+        if sent is not None and not (running.plan.is_deaf or self.is_cut):
+            late_s = self.world.now - max(sent.cancelled_at, running.since)
+            self.world.check(late_s < LATE_S, f"a call has run on for {late_s:.1f} s as it was cancelled", sent.token)
+
     def check_fence_passed(self, rank: Any, ended_at: float) -> None:
         """No call is waited for while ranks wait at a fence in vain."""
         world = self.world
@@ -391,8 +412,14 @@ class Program:
             return Plan(seconds, how, draw.random() < 0.05, draw.random() < 0.1)
 
         if draw.random() < (kind.asking if asking is None else asking):
-            return Sent(token, draw.choice(["ask", "ask", "ask", "exclusive"]), plan())
-        return Sent(token, "work", {rank: plan() for rank in range(kind.n_ranks)})
+            method, one = draw.choice(["ask", "ask", "ask", "exclusive"]), plan()
+            if method == "ask" and draw.random() < kind.cancelling / 4:
+                one = Plan(LONG_S)
+            sent = Sent(token, method, one, draw.random() < 0.03)
+        else:
+            sent = Sent(token, "work", {rank: plan() for rank in range(kind.n_ranks)}, draw.random() < 0.03)
+        self._by_token[token] = sent
+        return sent
 
     def _call(self, draw: random.Random) -> None:
         """Make a blocking call."""
@@ -405,7 +432,7 @@ class Program:
                 self._wait(sent, None)
             return
         try:
-            value = self._method(sent)(sent.token, sent.plans)
+            value = self._method(sent)(*sent.args)
         except KeyboardInterrupt:
             sent.is_cancelled = True
             raise
@@ -425,7 +452,7 @@ class Program:
 
     def _submit_it(self, sent: Sent) -> None:
         try:
-            sent.future = self._method(sent).submit(sent.token, sent.plans)
+            sent.future = self._method(sent).submit(*sent.args)
         except KeyboardInterrupt:
             sent.is_cancelled = True
             raise
@@ -508,11 +535,20 @@ class Program:
             n = self.kind.n_ranks if sent.method == "work" else 1
             ranks = [value[1] for value in values]
             world.check(len(values) == n and (n == 1 or ranks == [*range(n)]), "ranks are missing", sent.token, ranks)
-            tokens = {value[0] for value in values} | {int(value[2][-1]) for value in values if len(value) > 2}
+            tokens = {value[0] for value in values} | {
+                int(one) for value in values if len(value) > 2 for one in value[2][::4000]
+            }
             world.check(tokens == {sent.token}, "the values of another call", sent.token, tokens)
 
     def _finish(self) -> None:
         """Wait for all calls, and check that each has ended once."""
+        sync.sleep(LATE_S)  # in which nobody waits
+        for sent in self._calls:
+            ended = self.world.ended.get(sent.token, math.inf)  # type: ignore[attr-defined]
+            ended = max(ended, sent.waited_since) if sent.hows <= {"value", "large"} else math.inf
+            is_late = sent.n_callbacks < sent.n_expected and self.world.now > ended + LATE_S
+            is_meant = self.is_cut or sent.is_cancelled or sent.is_lost
+            self.world.check(not is_late or is_meant, "a callback does not come", sent.token)
         for sent in self._calls:
             if sent.future is not None:
                 self._wait(sent, None)
@@ -523,6 +559,21 @@ class Program:
         for sent in self._calls:
             is_right = sent.n_callbacks == sent.n_expected or (sent.is_lost and sent.n_callbacks >= sent.n_expected)
             self.world.check(is_right, "callbacks", sent.token, sent.n_callbacks, sent.n_expected)
+        self._calls.clear()
+        self._by_token.clear()
+        self._check_leases()
+
+    def _check_leases(self) -> None:
+        """Leases end when nobody has what lies in segments, on both ends."""
+        ranks = self.world.zygote.ranks.values()  # type: ignore[attr-defined]
+        if self.is_cut or self.kind.n_hosts or not all(rank.is_alive for rank in ranks):
+            return
+        gc.collect()
+        sync.sleep(SETTLED_S / 10)
+        writer = self._group._ownership.workers()._writer
+        self.world.check(not writer.has_leases, "leases of ranks are left", writer._segments)
+        for rank in ranks:
+            self.world.check(not rank.has_leases, "leases of the controller are left", rank)
 
     def _settle(self) -> None:
         """Wait until the threads of the library have ended, and check that nothing is left."""

@@ -107,6 +107,7 @@ class Running:
         self.plan = Plan()
         self.is_over = False
         self.since = 0.0
+        self.ballast: list[Any] = []
 
 
 class Rank:
@@ -267,8 +268,8 @@ class Rank:
         running.plan = plan = plans.get(self.rank, Plan()) if isinstance(plans, dict) else plans
         self.world.note("begins", self.group.name, self.rank, running.token)
         self.begun.add(running.token)
-        for rows in (*args[2:], *kwargs.values()):
-            self.group.check_rows(self.rank, running.token, rows)
+        running.ballast = [*args[2:], *kwargs.values()]
+        self._check_ballast(running)
         value: Any = (running.token, self.rank)
         if plan.how == "hang":
             return
@@ -290,6 +291,10 @@ class Rank:
             return
         if running.plan.is_busy:
             self.cpu_s += self.world.now - running.since
+        if not isinstance(value, Interrupted):
+            self.world.program.check_ran_on(running)  # type: ignore[attr-defined]
+        self._check_ballast(running)
+        running.ballast = []
         outcome = self._outcome(running, value)
         self.world.note("ends", self.group.name, self.rank, running.token, type(value).__name__)
         self.world.ended[running.token] = self.group.ended[running.token] = self.world.now  # type: ignore[attr-defined]
@@ -307,6 +312,12 @@ class Rank:
                 self.end("hung up")
             self._lane.body = None
         self._wake()
+
+    def _check_ballast(self, running: Running) -> None:
+        """What a call takes is what was passed, from its begin to its end."""
+        for array in running.ballast:
+            is_right = array is None or bool((array == running.token).all())
+            self.world.check(is_right, "a call has another's arguments", self, running.token)
 
     def _outcome(self, running: Running, value: Any) -> Payload | Rows | Failure | None:
         if isinstance(value, BaseException):
@@ -422,6 +433,11 @@ class Rank:
         return Signs(state, cpu_s, running.method if running is not None else "", since)
 
     # --- leases ---
+
+    @property
+    def has_leases(self) -> bool:
+        """Whether a segment that it has written is not free."""
+        return self._lane.writer.has_leases
 
     def _tell_of_leases(self) -> None:
         if self._lane.has_leases and not self._tells:
