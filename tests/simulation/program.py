@@ -27,6 +27,7 @@ from simulation.world import START, World, WorldEnded
 
 LATE_S = 1.5  # between the last reply of a call and the return of a thread that waits for it: less than any look around
 LONG_S = 4.0
+QUICK = Plan()
 NOTICED_S = 2.0 + 0.5  # after `stall_after`: the goal, and what a busy machine adds
 SETTLED_S = 60.0  # in which threads end, and leases, once all is closed
 
@@ -35,19 +36,19 @@ class Subject(bm.Worker):
     """The worker class; simulated ranks run none of this."""
 
     @bm.register("ONE_TO_ALL")
-    def work(self, token, plans, ballast=None):
+    def work(self, token, ballast=None):
         """A call of all ranks."""
 
     @bm.register("DP_PROTO")
-    def rows(self, token, plans, ballast=None):
+    def rows(self, token, ballast=None):
         """A call that leaves rows on the ranks."""
 
     @bm.register("REQUEST", concurrency=4)
-    async def ask(self, token, plan, ballast=None):
+    async def ask(self, token, ballast=None):
         """A request."""
 
     @bm.register("REQUEST")
-    def exclusive(self, token, plan, ballast=None):
+    def exclusive(self, token, ballast=None):
         """A request that runs alone."""
 
     def on_replace(self, rank, state):
@@ -143,7 +144,7 @@ class Sent:
     def args(self) -> tuple[Any, ...]:
         """Its arguments."""
         ballast = (np.full(12_000, self.token),) if self.has_ballast else ()
-        return self.token, self.plans, *ballast
+        return self.token, *ballast
 
     @property
     def hows(self) -> set[str]:
@@ -219,6 +220,7 @@ class Program:
             world.interrupts_left = 0
             sync._block(lambda: not self._n_running, None, "the other threads")
             self._finish()
+            self._check_leases()  # not in `_finish`, whose variables refer to values
             self._group.close()
         if (links := world.links) is not None:  # type: ignore[attr-defined]
             links.close()
@@ -360,11 +362,11 @@ class Program:
             ranks = world.zygote.groups[self._group.name].ranks  # type: ignore[attr-defined]
             ranks[0].is_stopped = True
             world.after(lasts_s, ranks[0].go_on)
-        sent = Sent(token, "work", plans)
+        sent = self._by_token[token] = Sent(token, "work", plans)
         began, n_before = world.now, len(bm.stalls())
         world.note("stalls", token, shape, after_s, lasts_s)
         try:
-            self._judge(sent, self._group.work.options(stall_after=after_s, timeout=None)(token, plans))
+            self._judge(sent, self._group.work.options(stall_after=after_s, timeout=None)(token))
         except bm.BandmasterError as error:
             self._judge(sent, error)
             return  # as a rank has died, or is being replaced
@@ -375,6 +377,12 @@ class Program:
             world.check(bool(told), "nobody was told of a call that stands still", token, shape, after_s, lasts_s)
             late_s = told[0].at - 1.7e9 + START - began - after_s if told else 0.0
             world.check(late_s < NOTICED_S, f"told {late_s:.1f} s late of a call that stands still", token, shape)
+
+    def plan_of(self, token: int, rank: int) -> Plan:
+        """What a rank does when it runs a call."""
+        sent = self._by_token.get(token)
+        plans = None if sent is None else sent.plans
+        return plans.get(rank, QUICK) if isinstance(plans, dict) else plans or QUICK
 
     def check_ran_on(self, running: Any) -> None:
         """A call that was cancelled does not run on to its end."""
@@ -442,6 +450,8 @@ class Program:
             self._judge(sent, value)
             self._check_lateness(sent, START)
         self._calls.remove(sent)
+        if not sent.is_cancelled:
+            del self._by_token[sent.token]  # and what it has returned
 
     def _submit(self, draw: random.Random) -> Sent:
         sent = self._drawn(draw)
@@ -461,7 +471,8 @@ class Program:
 
     def _method(self, sent: Sent) -> Any:
         method = getattr(self._group, sent.method)
-        return method.options(grace=self.grace) if sent.method == "work" else method
+        has_grace = sent.method == "work" and sent.token % 3 == 0
+        return method.options(grace=self.grace) if has_grace else method
 
     def _add_callback(self, sent: Sent) -> None:
         sent.n_expected += 1
@@ -561,7 +572,6 @@ class Program:
             self.world.check(is_right, "callbacks", sent.token, sent.n_callbacks, sent.n_expected)
         self._calls.clear()
         self._by_token.clear()
-        self._check_leases()
 
     def _check_leases(self) -> None:
         """Leases end when nobody has what lies in segments, on both ends."""

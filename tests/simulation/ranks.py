@@ -264,11 +264,11 @@ class Rank:
         if running.method == "on_replace":
             self._soon(self._latency(), self._end, running, None)
             return
-        running.token, plans = args[0], args[1]
-        running.plan = plan = plans.get(self.rank, Plan()) if isinstance(plans, dict) else plans
+        running.token = args[0]
+        running.plan = plan = self.world.program.plan_of(args[0], self.rank)  # type: ignore[attr-defined]
         self.world.note("begins", self.group.name, self.rank, running.token)
         self.begun.add(running.token)
-        running.ballast = [*args[2:], *kwargs.values()]
+        running.ballast = [*args[1:], *kwargs.values()]
         self._check_ballast(running)
         value: Any = (running.token, self.rank)
         if plan.how == "hang":
