@@ -19,6 +19,7 @@ from ctrl_c import pressed
 
 import bandmaster as bm
 from bandmaster import Dispatch, Only, Route, TransferProtocol, register
+from bandmaster.requests.router import Router
 from bandmaster.wire.status_page import Activity
 
 DEADLINE = 20.0  # of whatever must end
@@ -654,6 +655,30 @@ def test_further_requests_wait_in_the_caller(group, gate):
     assert sum(Counter(asyncio.run(main())).values()) == 20
     assert [most for most, _ in group.take_counts()] == [3, 3]
     assert [line.split()[-2:] for line in group.describe().splitlines()[2:]] == [["-", "-"]] * 2
+
+
+@pytest.mark.backends("local", "ray")
+def test_the_first_requests_of_two_threads_share_the_places(make_group, gate):
+    group = make_group(1, Rollout)
+    futures = []
+    other = threading.Thread(target=lambda: futures.extend(group.hold(gate.folder, name) for name in "abc"))
+
+    def begin_the_other(frame, kind, _):
+        if kind == "call" and frame.f_code.co_name == "__init__" and type(frame.f_locals.get("self")) is Router:
+            sys.setprofile(None)
+            other.start()
+            other.join(0.5)  # its requests wait for this one, or not
+
+    sys.setprofile(begin_the_other)
+    try:
+        futures.append(group.hold.options(timeout=None)(gate.folder, "d"))
+    finally:
+        sys.setprofile(None)
+    gate.wait_for("d")
+    gate.open()
+    other.join(DEADLINE)
+    assert [future.result(DEADLINE) for future in futures] == [0] * 4
+    assert group.take_counts()[0][0] <= 3
 
 
 def test_a_thread_waits_for_a_place_as_it_sends(group, gate, opens_soon):

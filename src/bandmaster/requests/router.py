@@ -31,6 +31,7 @@ from bandmaster.requests.target import Target
 
 TOLD_S = 0.5  # after which a death is known, or the rank was replaced
 STACKS_FRESH_S = 0.5  # stacks that were read so long ago are shown again
+_MAKING = threading.RLock()  # held while a router is made
 MOST_KEYS = 100_000  # whose replicas are known; the one that was used longest ago is forgotten first
 
 
@@ -78,10 +79,15 @@ class Router:
     @classmethod
     def of(cls, submitter: Submitter, spec: MethodSpec) -> Router:
         """The router of a method."""
-        routers, workers = submitter.work.routers, submitter.workers
-        router = routers.get((submitter, spec.name))
-        if not isinstance(router, Router) or router.workers is not workers:
-            router = routers[submitter, spec.name] = cls(submitter, spec, workers)
+        routers, key, workers = submitter.work.routers, (submitter, spec.name), submitter.workers
+        router = routers.get(key)
+        if isinstance(router, Router) and router.workers is workers:  # as most often
+            return router
+        with _MAKING:  # two routers would each give all places away
+            router = routers.get(key)
+            if isinstance(router, Router) and router.workers is workers:
+                return router
+            router = routers[key] = cls(submitter, spec, workers)
             submitter.work.add_in_parts(router)
             workers.reports.on_change = submitter.work.wake_requests
         return router
