@@ -108,7 +108,7 @@ class Kind(NamedTuple):
             cancelling=0.2 * draw.random() if faults > 0.4 else 0.0,
             dying=0.02 * draw.random() if faults > 0.7 else 0.0,
             asking=draw.choice([0.0, 0.0, 0.3, 0.8, 1.0]),
-            hot=draw.choice([0.0, 0.0, 0.1, 0.3]),
+            hot=draw.choice([0.0, 0.0, 0.05, 0.15, 0.3]),
             n_interrupts=draw.choice([0, 0, 0, 3]),
             switch_every=draw.choice([3.0, 10.0, 30.0, 100.0]),
             awaiting=draw.choice([0.0, 0.0, 0.05, 0.2]),

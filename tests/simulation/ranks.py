@@ -251,6 +251,8 @@ class Rank:
         is_fenced, is_timed = kind >= MessageKind.FENCED, bool(kind & MessageKind.TIMED)
         running = self.running = Running(number, method, how, is_fenced, is_timed)
         if self.slots.get(number % N_SLOTS) == number:
+            args, _ = ((), ()) if method == CONSTRUCT else self._executor._arguments(parts, readers)
+            running.token = args[0] if args else None
             self._end(running, Interrupted("before it began"))
             return
         self._run(running, parts, readers)

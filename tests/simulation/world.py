@@ -373,7 +373,9 @@ class World:
 
     def _is_hot(self, code: Any) -> bool:
         """Whether threads may be switched between the lines of a function; the same in each run of a seed."""
-        name = f"{self._seed} {code.co_filename.rpartition('/')[2]} {code.co_name}"
+        name = f"{self._seed} {code.co_filename.rpartition('/')[2]}"
+        if self._seed % 2:  # all functions of some modules, or some functions of all
+            name += f" {code.co_name}"
         return zlib.crc32(name.encode()) < self._hot_share * (1 << 32)
 
     def _trace_again(self) -> None:
