@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import os
 import random
 import sys
+import threading
 import time
 import zlib
 
+from simulation import world as worlds
 from simulation.install import installed
 from simulation.program import Program, warm_up
+from simulation.world import START
 
-HUNG_S = 120.0  # a program that takes so long waits for something that is not of the world
+HUNG_S = 240.0  # a program that takes so long waits for something that is not of the world
 
 
 def main() -> int:
@@ -36,9 +38,11 @@ def main() -> int:
         warm_up(made)
         while n_programs < args.programs and time.perf_counter() - began < 60 * args.minutes:
             program = Program(seed)
-            faulthandler.dump_traceback_later(HUNG_S, exit=True)
+            hung = threading.Timer(HUNG_S, _give_up, [seed])
+            hung.daemon = True
+            hung.start()
             world = program.run(made)
-            faulthandler.cancel_dump_traceback_later()
+            hung.cancel()
             n_calls, n_programs = n_calls + program.n_calls, n_programs + 1
             if args.digests:
                 print(f"seed {seed}: {zlib.crc32(repr([*world.history, *world.trail]).encode()):08x}", flush=True)
@@ -54,6 +58,16 @@ def main() -> int:
         f"processor time: {60 * n_calls / cpu_s:,.0f} calls for each minute of that; nothing was found"
     )
     return 0
+
+
+def _give_up(seed: int) -> None:
+    """End this process, as a program takes too long in true time."""
+    world = worlds.world
+    said = (
+        "" if world is None else f"{world.stacks()}\n{world.n_switches:,} switches, {world.now - START:.1f} virtual s"
+    )
+    print(f"{said}\nseed {seed} takes more than {HUNG_S:.0f} s", flush=True)
+    os._exit(1)
 
 
 if __name__ == "__main__":

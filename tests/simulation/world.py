@@ -29,7 +29,7 @@ from typing import Any
 TICK_S = 1e-6
 START = 1000.0
 MOST_TICKS = 3_000_000  # of a program: more than that is a loop without end
-MOST_S = 3_000.0
+MOST_S = 1_000.0
 KEPT_EVENTS = 400
 MOST_AFTER = 10_000  # steps of the main thread after a failure, in which it leaves what it has entered
 
