@@ -181,7 +181,7 @@ class Program:
         self.world = world = World(self.seed, kind.switch_every, kind.hot, 40 if kind.n_interrupts else 0)
         world.interrupts_left = kind.n_interrupts
         world.zygote = SimulatedZygote(world)  # type: ignore[attr-defined]
-        world.program, world.ended = self, {}  # type: ignore[attr-defined]
+        world.program, world.ended, world.failed_at = self, {}, {}  # type: ignore[attr-defined]
         world.network, world.links, world.n_hosts = Network(), None, kind.n_hosts  # type: ignore[attr-defined]
         world.n_agents = itertools.count()  # type: ignore[attr-defined]
         worlds.begin(world)
@@ -390,6 +390,9 @@ class Program:
         if sent is not None and not (running.plan.is_deaf or self.is_cut):
             late_s = self.world.now - max(sent.cancelled_at, running.since)
             self.world.check(late_s < LATE_S, f"a call has run on for {late_s:.1f} s as it was cancelled", sent.token)
+            failed_at = self.world.failed_at.get(sent.token, math.inf)  # type: ignore[attr-defined]
+            late_s = self.world.now - max(failed_at, running.since, sent.waited_since)
+            self.world.check(late_s < 2 * LATE_S, f"a call has run on for {late_s:.1f} s as it had failed", sent.token)
 
     def check_fence_passed(self, rank: Any, ended_at: float) -> None:
         """No call is waited for while ranks wait at a fence in vain."""
@@ -425,7 +428,10 @@ class Program:
                 one = Plan(LONG_S)
             sent = Sent(token, method, one, draw.random() < 0.03)
         else:
-            sent = Sent(token, "work", {rank: plan() for rank in range(kind.n_ranks)}, draw.random() < 0.03)
+            plans = {rank: plan() for rank in range(kind.n_ranks)}
+            sent = Sent(token, "work", plans, draw.random() < 0.03)
+            if "raise" in sent.hows and draw.random() < 0.2:  # the others wait for the rank that has failed
+                plans |= {rank: Plan(LONG_S) for rank, one in plans.items() if one.how == "value"}
         self._by_token[token] = sent
         return sent
 
@@ -439,6 +445,7 @@ class Program:
             if sent.future is not None:
                 self._wait(sent, None)
             return
+        sent.waited_since = self.world.now
         try:
             value = self._method(sent)(*sent.args)
         except KeyboardInterrupt:

@@ -297,6 +297,8 @@ class Rank:
             self.world.program.check_ran_on(running)  # type: ignore[attr-defined]
         self._check_ballast(running)
         running.ballast = []
+        if isinstance(value, Raised):
+            self.world.failed_at.setdefault(running.token, self.world.now)  # type: ignore[attr-defined]
         outcome = self._outcome(running, value)
         self.world.note("ends", self.group.name, self.rank, running.token, type(value).__name__)
         self.world.ended[running.token] = self.group.ended[running.token] = self.world.now  # type: ignore[attr-defined]
