@@ -757,6 +757,31 @@ def test_a_call_is_told_of_though_a_request_was_made_as_it_was_sent(group):
 
 
 @pytest.mark.backends("local", "ray")
+def test_a_callback_comes_though_another_thread_reads_the_reply_as_it_is_added(group, gate):
+    future, told = group.hold(gate.folder), threading.Event()
+
+    def read_the_reply():
+        while not future._call.is_done:
+            group.chat("a").result(DEADLINE)
+
+    other = threading.Thread(target=read_the_reply)
+
+    def let_it_be_read(frame, kind, _):
+        if kind == "call" and frame.f_code.co_name == "drive_in_background":
+            sys.setprofile(None)
+            gate.open()
+            other.start()
+            other.join(DEADLINE)
+
+    sys.setprofile(let_it_be_read)
+    try:
+        future.add_done_callback(lambda _: told.set())
+    finally:
+        sys.setprofile(None)
+    assert told.wait(1), "less than the seconds after which all is looked at"
+
+
+@pytest.mark.backends("local", "ray")
 def test_a_call_is_sent_though_an_event_loop_sends_its_requests_meanwhile(group):
     is_submitted, may_go_on = threading.Event(), threading.Event()
 

@@ -364,7 +364,9 @@ class Request(RowsResult):
 
     def drive_in_background(self) -> None:
         """Let the thread of `bandmaster.calls.progress` read its replies until it is done."""
-        if not (self.is_done or self.is_watched):
+        if self.is_done:  # another thread has read the reply meanwhile, and knew of nobody to tell
+            self.wait(0.0)
+        elif not self.is_watched:
             self.read_in_background()
 
     def _conclude(self) -> bool:
