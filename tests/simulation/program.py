@@ -39,9 +39,13 @@ class Subject(bm.Worker):
     def work(self, token, ballast=None):
         """A call of all ranks."""
 
-    @bm.register("DP_PROTO")
-    def rows(self, token, ballast=None):
+    @bm.register(bm.TransferProtocol(bm.Broadcast(), bm.Concat("dp")))
+    def rows(self, token):
         """A call that leaves rows on the ranks."""
+
+    @bm.register(bm.TransferProtocol(bm.Split("dp"), bm.Gather("dp")))
+    def take(self, token, rows):
+        """A call that takes rows, which may not be there yet."""
 
     @bm.register("REQUEST", concurrency=4)
     async def ask(self, token, ballast=None):
@@ -74,6 +78,7 @@ class Kind(NamedTuple):
         renewing: Share of steps of the main thread in which it restarts the group, or replaces a rank.
         n_hosts: Hosts that the ranks are on; 0 for the controller's.
         cutting: Share of steps of the main thread in which a host is cut off, or its agent killed.
+        passing: Share of steps in which rows of one call are passed to others.
         stalling: Share of steps of the main thread in which a rank stands still, and is noticed or not.
     """
 
@@ -93,6 +98,7 @@ class Kind(NamedTuple):
     stalling: float = 0.0
     n_hosts: int = 0
     cutting: float = 0.0
+    passing: float = 0.0
 
     @classmethod
     def drawn(cls, seed: int) -> Kind:
@@ -115,6 +121,7 @@ class Kind(NamedTuple):
             renewing=draw.choice([0.0, 0.0, 0.02]) if faults > 0.5 else 0.0,
             stalling=draw.choice([0.0, 0.0, 0.0, 0.05]),
             n_hosts=draw.choice([0, 0, 0, 1, 2, 3]),
+            passing=draw.choice([0.0, 0.0, 0.1, 0.3]),
             cutting=draw.choice([0.0, 0.0, 0.03]) if faults > 0.4 else 0.0,
         )
 
@@ -125,6 +132,7 @@ class Sent:
     Attributes:
         future: Its future; None if Ctrl-C came as it was submitted.
         has_ballast: Whether it takes a large array as well.
+        parent: The call whose rows it takes.
         is_cancelled: Whether it may have been cancelled.
         cancelled_at: When it was cancelled for certain.
         n_callbacks: How often its callback was called.
@@ -133,6 +141,7 @@ class Sent:
     def __init__(self, token: int, method: str, plans: Any, has_ballast: bool = False) -> None:
         self.token, self.method, self.plans, self.has_ballast = token, method, plans, has_ballast
         self.cancelled_at = math.inf
+        self.parent: Sent | None = None
         self.future: Any = None
         self.is_cancelled = False
         self.n_callbacks = self.n_expected = 0
@@ -143,13 +152,16 @@ class Sent:
     @property
     def args(self) -> tuple[Any, ...]:
         """Its arguments."""
+        if self.parent is not None:
+            return self.token, self.parent.future
         ballast = (np.full(12_000, self.token),) if self.has_ballast else ()
         return self.token, *ballast
 
     @property
     def hows(self) -> set[str]:
         """What its ranks do."""
-        return {plan.how for plan in self.plans.values()} if isinstance(self.plans, dict) else {self.plans.how}
+        hows = {plan.how for plan in self.plans.values()} if isinstance(self.plans, dict) else {self.plans.how}
+        return hows if self.parent is None else hows | self.parent.hows
 
 
 class Program:
@@ -263,6 +275,9 @@ class Program:
         if is_main and not (kind.n_interrupts or kind.n_hosts) and draw.random() < kind.stalling:
             self._stall(draw)
             return
+        if draw.random() < kind.passing:
+            self._pass_rows(draw, mine)
+            return
         what = draw.random()
         if what < 0.35:
             self._call(draw)
@@ -299,13 +314,14 @@ class Program:
 
         async def one(sent: Sent, timeout: float | None) -> None:
             self.world.note("awaits", sent.method, sent.token)
+            sent.is_cancelled = timeout is not None  # perhaps: another thread may learn of it first
             try:
                 future = getattr(self._group, sent.method)(*sent.args)
                 sent.future = future
                 began = self.world.now
                 value = await (future if timeout is None else asyncio.wait_for(_value(future), timeout))
             except asyncio.TimeoutError:
-                sent.is_cancelled = True
+                self.world.note("is late", sent.token)
             except bm.BandmasterError as error:
                 self._judge(sent, error)
             else:
@@ -321,6 +337,25 @@ class Program:
         finally:
             loop.close()
             asyncio.set_event_loop(None)
+
+    def _pass_rows(self, draw: random.Random, mine: list[Sent]) -> None:
+        """Make rows on the ranks, and pass them to other calls before they are there."""
+        parent = self._drawn(draw, asking=0.0)
+        parent.method, parent.has_ballast = "rows", False
+        family = [parent]
+        for _ in range(draw.choice([1, 1, 2, 3])):
+            child = self._drawn(draw, asking=0.0)
+            child.method, child.parent, child.has_ballast = "take", parent, False
+            family.append(child)
+        for sent in family:
+            self._calls.append(sent)
+            self.world.note("submits", sent.method, sent.token)
+            if sent is parent or parent.future is not None:
+                self._submit_it(sent)
+            if sent.future is not None:
+                mine.append(sent)
+                if draw.random() < 0.3:
+                    self._add_callback(sent)
 
     def _renew(self, draw: random.Random) -> None:
         """Restart the group, or replace a rank."""
@@ -360,7 +395,7 @@ class Program:
             self.is_cut = True  # its replies come late
             plans = {0: Plan(1e-4)}
             ranks = world.zygote.groups[self._group.name].ranks  # type: ignore[attr-defined]
-            ranks[0].is_stopped = True
+            ranks[0].stop()
             world.after(lasts_s, ranks[0].go_on)
         sent = self._by_token[token] = Sent(token, "work", plans)
         began, n_before = world.now, len(bm.stalls())
@@ -534,6 +569,8 @@ class Program:
         self.world.note("has", sent.token, type(outcome).__name__)
         if isinstance(outcome, bm.CallCancelled):
             is_meant = sent.is_cancelled or self.is_renewed
+            if sent.parent is not None:  # Ctrl-C may have come as the main thread sent it, for another one
+                is_meant |= sent.parent.is_cancelled or self.kind.n_interrupts > 0
             world.check(is_meant, "a call was cancelled that nobody cancels", sent.token)
         elif isinstance(outcome, bm.WorkerDied):
             died = self.is_renewed or any(not rank.is_alive for rank in world.zygote.ranks.values())  # type: ignore[attr-defined]
@@ -541,22 +578,38 @@ class Program:
         elif isinstance(outcome, bm.RemoteError):
             world.check("raise" in hows, "a call fails that does not", sent.token, outcome)
             cause = outcome.__cause__
-            is_its = isinstance(cause, Raised) and cause.args[0] == sent.token
+            tokens = {sent.token} if sent.parent is None else {sent.token, sent.parent.token}
+            is_its = isinstance(cause, Raised) and cause.args[0] in tokens
             world.check(is_its, "the failure of another call", sent.token, outcome)
+        elif isinstance(outcome, bm.RowsLost):
+            world.check(self.is_renewed or self._has_died(), "rows are lost", sent.token, outcome)
         elif isinstance(outcome, bm.ClosedError):
             world.check(self.is_renewed, "a group is closed that nobody closes", sent.token)
         elif isinstance(outcome, BaseException):
             world.fail(f"call {sent.token} has {outcome!r}")
+        elif sent.method == "rows":
+            world.check(not hows & {"raise", "die"}, "a call that fails has a value", sent.token, outcome)
+            is_right = len(outcome) == 2 * self.kind.n_ranks and bool((outcome == sent.token).all())
+            world.check(is_right, "the rows of another call", sent.token)
         else:
             world.check(not hows & {"raise", "die"}, "a call that fails has a value", sent.token, outcome)
-            values = outcome if sent.method == "work" else [outcome]
-            n = self.kind.n_ranks if sent.method == "work" else 1
+            is_for_all = sent.method in ("work", "take")
+            values = outcome if is_for_all else [outcome]
+            n = self.kind.n_ranks if is_for_all else 1
             ranks = [value[1] for value in values]
             world.check(len(values) == n and (n == 1 or ranks == [*range(n)]), "ranks are missing", sent.token, ranks)
             tokens = {value[0] for value in values} | {
                 int(one) for value in values if len(value) > 2 for one in value[2][::4000]
             }
             world.check(tokens == {sent.token}, "the values of another call", sent.token, tokens)
+
+    def _has_died(self) -> bool:
+        return any(not rank.is_alive for rank in self.world.zygote.ranks.values())  # type: ignore[attr-defined]
+
+    def expected(self, token: int) -> int:
+        """What a large argument of a call is full of."""
+        sent = self._by_token.get(token)
+        return token if sent is None or sent.parent is None else sent.parent.token
 
     def _finish(self) -> None:
         """Wait for all calls, and check that each has ended once."""

@@ -48,7 +48,7 @@ class Plan(NamedTuple):
 
     Attributes:
         seconds: How long it takes.
-        how: "value", "large", "rows", "raise", "die" or "hang".
+        how: "value", "large", "raise" or "die".
         is_deaf: Whether it cannot be interrupted, as code in C.
         is_busy: Whether it uses the processor meanwhile.
     """
@@ -127,6 +127,7 @@ class Rank:
         self._executor = Executor(hold=nullcontext)
         self._executor._context = context
         self.is_alive, self.is_stopped = True, False
+        self.stopped_at = 0.0
         self.running: Running | None = None
         self.requests: dict[int, Running] = {}
         self.failed = self.resumed = 0
@@ -180,6 +181,10 @@ class Rank:
     def _wake(self) -> None:
         self._is_awake = True
         self._soon(self._latency(), self._go_on)
+
+    def stop(self) -> None:
+        """Stand still, as after SIGSTOP."""
+        self.is_stopped, self.stopped_at = True, self.world.now
 
     def go_on(self) -> None:
         """Continue after it was stopped."""
@@ -273,12 +278,10 @@ class Rank:
         running.ballast = [*args[1:], *kwargs.values()]
         self._check_ballast(running)
         value: Any = (running.token, self.rank)
-        if plan.how == "hang":
-            return
-        if plan.how == "large":
-            value = (*value, np.full(12_000, running.token))
-        elif plan.how == "rows":
+        if running.method == "rows" and plan.how in ("value", "large"):
             value = np.full((2, 10_000), running.token)
+        elif plan.how == "large":
+            value = (*value, np.full(12_000, running.token))
         elif plan.how == "raise":
             value = Raised(running.token, self.rank)
         self._soon(plan.seconds + self._latency(), self._end, running, value)
@@ -320,7 +323,8 @@ class Rank:
     def _check_ballast(self, running: Running) -> None:
         """What a call takes is what was passed, from its begin to its end."""
         for array in running.ballast:
-            is_right = array is None or bool((array == running.token).all())
+            expected = self.world.program.expected(running.token)  # type: ignore[attr-defined]
+            is_right = array is None or bool((array == expected).all())
             self.world.check(is_right, "a call has another's arguments", self, running.token)
 
     def _outcome(self, running: Running, value: Any) -> Payload | Rows | Failure | None:
@@ -431,7 +435,8 @@ class Rank:
         running = self.running
         cpu_s = self.cpu_s
         if running is not None and running.plan.is_busy:
-            cpu_s += self.world.now - running.since
+            until = self.stopped_at if self.is_stopped else self.world.now
+            cpu_s += max(0.0, until - running.since)
         state = "" if not self.is_alive else "T" if self.is_stopped else "S"
         since = self.world.now - running.since if running is not None else 0.0
         return Signs(state, cpu_s, running.method if running is not None else "", since)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import _thread
 import heapq
+import inspect
 import itertools
 import math
 import random
@@ -358,7 +359,8 @@ class World:
             hot = self._hot[code] = is_ours and 1 + self._is_hot(code)
         if not hot:
             return None
-        if self._to_interrupt and self.current is self.main and not self.is_still:
+        may_be_interrupted = self._to_interrupt and self.current is self.main and not self.is_still
+        if may_be_interrupted and not code.co_flags & inspect.CO_GENERATOR:  # which may be about to be closed
             self._to_interrupt -= 1
             if not self._to_interrupt and self.interrupts_left:
                 self.note("Ctrl-C", code.co_name)
