@@ -438,7 +438,9 @@ class Program:
             is_behind = sent.method == "work" and sent.outcome is None and sent.token not in rank.begun
             if is_behind and sent.future is not None and not sent.is_cancelled:
                 late_s = world.now - max(ended_at, sent.waited_since)
-                world.check(late_s < LATE_S, f"a rank waited at a fence for {late_s:.2f} s in vain", rank, sent.token)
+                world.check(
+                    late_s < 2 * LATE_S, f"a rank waited at a fence for {late_s:.2f} s in vain", rank, sent.token
+                )
 
     def _drawn(self, draw: random.Random, asking: float | None = None) -> Sent:
         kind, token = self.kind, next(self._tokens)
@@ -573,7 +575,7 @@ class Program:
                 is_meant |= sent.parent.is_cancelled or self.kind.n_interrupts > 0
             world.check(is_meant, "a call was cancelled that nobody cancels", sent.token)
         elif isinstance(outcome, bm.WorkerDied):
-            died = self.is_renewed or any(not rank.is_alive for rank in world.zygote.ranks.values())  # type: ignore[attr-defined]
+            died = self.is_renewed or self._has_died() or "ended by the controller" in str(outcome)  # or is about to be
             world.check(died, "a worker is said to have died", sent.token, outcome)
         elif isinstance(outcome, bm.RemoteError):
             world.check("raise" in hows, "a call fails that does not", sent.token, outcome)
