@@ -303,10 +303,10 @@ class World:
             sys.settrace(None)
             self.fail(f"thread {task.name} has died: {''.join(traceback.format_exception(error))}")
         sys.settrace(None)
+        del target  # here, as what ends with it may let other threads run
         task.is_over = True
         self.tasks.remove(task)
         chosen = self.main if self.failure else self._chosen()
-        del target
         _idle.append(carrier)
         self._hand_over(chosen)
 
