@@ -589,6 +589,16 @@ def test_messages_arrive_as_they_were_sent(is_encrypted, frames):
         theirs.close()
 
 
+def test_a_message_without_payloads_is_sent_whole_by_an_end_that_waits():
+    mine, theirs = link_pair()
+    mine._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 * 1024)
+    numbers = os.urandom(8 << 20)  # as of many rows that are to be fetched
+    with contextlib.closing(mine), contextlib.closing(theirs), ThreadPoolExecutor(1) as threads:
+        received = threads.submit(theirs.receive)
+        assert mine.send(FrameKind.FETCH, numbers)
+        assert received.result().content == (numbers,)
+
+
 @pytest.mark.parametrize("is_array", [False, True], ids=["pickled", "array"])
 def test_what_is_unpickled_is_authenticated(is_array):
     mine, theirs = link_pair()

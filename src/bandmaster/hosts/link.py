@@ -221,9 +221,10 @@ class Link:
         if not views and not self._out and not self._is_encrypted:
             message = b"".join(first)
             n_sent = self._sent([message])
-            if n_sent < len(message):
-                self._out.append(memoryview(message)[n_sent:])
-            return not self._out
+            if n_sent == len(message):
+                return True
+            self._out.append(memoryview(message)[n_sent:])
+            return self.pump()  # which waits, if this end does
         while views and views[0].nbytes <= SMALL_NBYTES:
             first.append(bytes(views.pop(0)))
         self._out.append(memoryview(b"".join(first)))
