@@ -50,7 +50,8 @@ def main() -> int:
             if world.failure:
                 print(f"seed {seed}, after {time.perf_counter() - began:.1f} s: {program.kind}")
                 print("\n".join([*list(world.trail)[-40:], *map(str, world.history[-40:]), world.failure]))
-                return 1
+                sys.stdout.flush()
+                os._exit(1)  # threads of the program stand still for good
             seed += 1
     seconds, cpu_s = time.perf_counter() - began, time.process_time() - began_cpu_s
     print(

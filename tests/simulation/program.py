@@ -275,7 +275,7 @@ class Program:
         if is_main and not (kind.n_interrupts or kind.n_hosts) and draw.random() < kind.stalling:
             self._stall(draw)
             return
-        if draw.random() < kind.passing:
+        if not kind.n_hosts and draw.random() < kind.passing:
             self._pass_rows(draw, mine)
             return
         what = draw.random()
