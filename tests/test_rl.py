@@ -43,6 +43,19 @@ class Torch(bm.Worker):
         begin = rl.load(path, self.model, self.optimizer, step=0)["step"]
         return begin, [self._step(step) for step in range(begin, begin + n_steps)]
 
+    @register(Dispatch.ONE_TO_ALL)
+    def train_and_keep(self, folder, n_steps):
+        """Resume from the newest of the checkpoints that are kept, and train on, with a checkpoint after each step."""
+        self._make()
+        checkpoints = rl.Checkpoints(folder, keep=2)
+        begin = checkpoints.load(self.model, self.optimizer, step=0)["step"]
+        losses = []
+        for step in range(begin, begin + n_steps):
+            losses.append(self._step(step))
+            checkpoints.save(step + 1, self.model, self.optimizer, step=step + 1)
+        checkpoints.wait()
+        return begin, losses, checkpoints.numbers()
+
     def _make(self, n_groups=1):
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
@@ -102,6 +115,59 @@ def test_a_checkpoint_resumes_on_another_mesh_and_in_other_parameter_groups(tmp_
             for step, resumed in bm.WorkerGroup(pool, Torch).resume(str(tmp_path), 3, n_groups):
                 assert step == 3
                 assert resumed == pytest.approx(losses[3:], abs=1e-6)
+
+
+def test_checkpoints_are_written_while_training_goes_on_and_the_last_ones_stay(tmp_path):
+    def run(n_ranks, n_steps):
+        with bm.ResourcePool([n_ranks]) as pool:
+            first, *others = bm.WorkerGroup(pool, Torch).train_and_keep(str(tmp_path / "run"), n_steps)
+            assert [(begin, numbers) for begin, _, numbers in others] == [(first[0], first[2])] * len(others)
+            return first
+
+    begin, losses, numbers = run(2, 4)
+    assert (begin, numbers) == (0, [3, 4])
+    begin, more, numbers = run(1, 2)
+    assert (begin, numbers) == (4, [5, 6])
+    assert len(list((tmp_path / "run").iterdir())) == 2
+    with bm.ResourcePool([1]) as pool:
+        _, run_of_six, _ = bm.WorkerGroup(pool, Torch).train_and_keep(str(tmp_path / "other"), 6)[0]
+    assert losses + more == pytest.approx(run_of_six, abs=1e-5)
+
+
+def test_a_checkpoint_that_a_run_has_not_completed_is_not_loaded_and_goes_with_those_before_it(tmp_path):
+    def model(value):
+        made = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(made.weight, value)
+        return made
+
+    checkpoints = rl.Checkpoints(tmp_path, keep=1)
+    read = model(0.0)
+    assert checkpoints.load(read, step=7) == {"step": 7} and read.weight.item() == 0
+    checkpoints.save(1, model(1.0), step=1)
+    checkpoints.wait()
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert checkpoints.numbers() == [1]
+    assert checkpoints.load(read, step=0) == {"step": 1} and read.weight.item() == 1
+    checkpoints.save(3, model(3.0), step=3)
+    assert checkpoints.load(read, step=0) == {"step": 3} and read.weight.item() == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "notes"]
+
+
+def test_checkpoints_that_cannot_be_written_or_are_not_there_are_errors(tmp_path):
+    with pytest.raises(bm.UsageError, match="keep must be at least 1, got 0"):
+        rl.Checkpoints(tmp_path, keep=0)
+    model = torch.nn.Linear(1, 1)
+    checkpoints = rl.Checkpoints(tmp_path)
+    with pytest.raises(bm.UsageError, match="no complete checkpoint 4; there are none"):
+        checkpoints.load(model, number=4)
+    (tmp_path / "checkpoint-1").write_text("not a folder")
+    checkpoints.save(1, model)
+    with pytest.raises(RuntimeError, match=r"could not be written: rank 0: FileExistsError.*checkpoint-1"):
+        checkpoints.save(2, model)
+    checkpoints.save(3, model)  # is usable after that
+    checkpoints.wait()
+    assert checkpoints.numbers() == [3]
 
 
 def test_ranks_that_share_a_process_are_refused():

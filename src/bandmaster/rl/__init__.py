@@ -13,7 +13,7 @@ and no workers; `WeightSync` and `connect` are for the controller, and the rest 
 the base of workers that are inference engines, of which `VLLM` is one.
 """
 
-from bandmaster.rl.checkpoints import load, save
+from bandmaster.rl.checkpoints import Checkpoints, load, save
 from bandmaster.rl.connect import Connectable, Connection, connect
 from bandmaster.rl.engine import HybridEngine
 from bandmaster.rl.engines.answers import Answer, padded
@@ -44,6 +44,7 @@ __all__ = [
     "VLLM",
     "Answer",
     "Box",
+    "Checkpoints",
     "Choice",
     "Completion",
     "CompletionPart",

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from bandmaster import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -65,11 +69,143 @@ def load(
     return loaded
 
 
+class Checkpoints:
+    """The checkpoints of a run, in one folder: saved while training goes on, and all but the last few removed.
+
+    ::
+
+        def __init__(self, folder):
+            ...
+            self.checkpoints = rl.Checkpoints(folder, keep=2)
+            self.step = self.checkpoints.load(self.model, self.optimizer, step=0)["step"]
+
+        def save(self):
+            self.checkpoints.save(self.step, self.model, self.optimizer, step=self.step)
+
+    Each is a folder of its own that `load` of this module reads as well. One that a run has not completed, as it ended
+    before, is not loaded, and is removed with those before it.
+
+    Args:
+        folder: A folder that all ranks can reach; it is made if need be.
+        keep: How many complete checkpoints stay, from 1 on. While the next one is written there is one more.
+
+    Raises:
+        UsageError: ``keep`` is less than 1.
+
+    Source: ``torch.distributed.checkpoint.async_save``.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], keep: int = 3) -> None:
+        if keep < 1:
+            raise UsageError(f"keep must be at least 1, got {keep}: there would be no checkpoint to resume from")
+        self.folder, self._keep = Path(folder), keep
+        self._group: Any = None  # the ranks, for the thread that writes, which must not meet collectives of training
+        self._writing: Any = None  # a future
+
+    def save(self, number: int, model: Module, optimizer: Optimizer | None = None, **more: Any) -> None:
+        """Copy the state to the memory of the host, and write it while training goes on.
+
+        Collective, if ``torch.distributed`` is initialised. It waits for the checkpoint before this one first.
+
+        Args:
+            number: Number of the checkpoint, for example the step; one of the same number is overwritten.
+            model, optimizer, **more: As those of `rl.save`.
+
+        Raises:
+            RuntimeError: The checkpoint before this one could not be written.
+        """
+        from torch import distributed
+        from torch.distributed import checkpoint
+
+        self.wait()
+        is_alone = not distributed.is_initialized()
+        if self._group is None and not is_alone:
+            self._group = distributed.new_group(backend="gloo")
+        if is_alone:
+            warnings.filterwarnings("ignore", _ONE_PROCESS)  # for good, as the thread warns
+        path, state = self.folder / f"{_NAME}{number}", _state(model, optimizer, more)
+        self._writing = checkpoint.async_save(state, checkpoint_id=path, process_group=self._group, no_dist=is_alone)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written, and remove those that are too many. Call it before the run ends.
+
+        Collective, if ``torch.distributed`` is initialised.
+
+        Raises:
+            RuntimeError: It could not be written.
+        """
+        from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
+
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            writing.result()
+        except CheckpointException as error:
+            said = "; ".join(
+                f"rank {rank}: {type(why).__name__}: {why}" for rank, (why, _) in sorted(error.failures.items())
+            )
+            raise RuntimeError(f"a checkpoint in {self.folder} could not be written: {said}") from error
+        self._remove()
+
+    def numbers(self) -> list[int]:
+        """The numbers of the complete checkpoints, in ascending order."""
+        return sorted(number for number, path in self._all().items() if (path / _WRITTEN_LAST).exists())
+
+    def load(
+        self, model: Module, optimizer: Optimizer | None = None, number: int | None = None, **more: Any
+    ) -> dict[str, Any]:
+        """Load a checkpoint, by default the newest complete one, on any mesh.
+
+        Collective, if ``torch.distributed`` is initialised.
+
+        Args:
+            model, optimizer, **more: As those of `rl.load`.
+            number: Number of the checkpoint.
+
+        Returns:
+            The loaded values of ``more``; those that were given, if there is no complete checkpoint.
+
+        Raises:
+            UsageError: There is no complete checkpoint of this number.
+        """
+        self.wait()
+        numbers = self.numbers()
+        if number is not None and number not in numbers:
+            known = ", ".join(map(str, numbers)) or "none"
+            raise UsageError(f"{self.folder} has no complete checkpoint {number}; there are {known}")
+        if not numbers:
+            return more
+        return load(self.folder / f"{_NAME}{numbers[-1] if number is None else number}", model, optimizer, **more)
+
+    def _all(self) -> dict[int, Path]:
+        """The folders by number, also of those that are not complete."""
+        found = {path.name.removeprefix(_NAME): path for path in self.folder.glob(f"{_NAME}*")}
+        return {int(name): path for name, path in found.items() if name.isdigit()}
+
+    def _remove(self) -> None:
+        """Remove the checkpoints that are too many; all ranks find the same ones afterwards."""
+        from torch import distributed
+
+        if self._group is None or distributed.get_rank() == 0:
+            complete = self.numbers()
+            for number, path in self._all().items():
+                if number < complete[-1] and number not in complete[-self._keep :]:
+                    shutil.rmtree(path, ignore_errors=True)
+        if self._group is not None:
+            distributed.barrier(self._group)
+
+
+_NAME = "checkpoint-"
+_WRITTEN_LAST = ".metadata"  # of a folder of DCP
+_ONE_PROCESS = "torch.distributed is disabled, unavailable or uninitialized"  # a warning, of what is intended
+
+
 @contextmanager
 def _silent_about_one_process() -> Iterator[None]:
     """Suppress torch's warning that a single process saves and loads, which is intended."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings("ignore", _ONE_PROCESS)
         yield
 
 
