@@ -42,7 +42,7 @@ from bandmaster.platform.forks import n_forks
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.math_threads import THREAD_VARIABLES
-from bandmaster.platform.proc import running_children_of
+from bandmaster.platform.proc import children_of
 from bandmaster.platform.processes import Ended, end_descendants
 
 ANSWER_S = 10.0  # for an answer that the zygote can give at once: its silence costs all its workers
@@ -101,7 +101,7 @@ class Zygote:
     @property
     def pid(self) -> int:
         """Process id of the zygote; that of its guard if it has ended."""
-        children = running_children_of(self._process.pid) if self._has_guard else []
+        children = children_of(self._process.pid) if self._has_guard else []
         return children[0].pid if children else self._process.pid
 
     @property

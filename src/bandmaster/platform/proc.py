@@ -68,13 +68,13 @@ def everyone() -> Iterator[Stat]:
     return filter(None, map(stat, pids()))
 
 
-def running_children_of(pid: int) -> list[Stat]:
-    """The children of process ``pid`` that have not ended: zombies are left out.
+def children_of(pid: int) -> list[Stat]:
+    """The children of process ``pid``, also those that have ended and were not waited for.
 
-    If one of them ends meanwhile, the kernel may leave out another: whoever has to find them all looks again then.
+    If one of them is waited for meanwhile, the kernel may leave out another: whoever has to find them all looks again.
     """
     listed = _children_of(pid) if _LISTS_CHILDREN else pids()
-    return [found for found in map(stat, listed) if found and found.parent == pid and found.state not in "ZX"]
+    return [found for found in map(stat, listed) if found and found.parent == pid]
 
 
 def _children_of(pid: int) -> list[int]:

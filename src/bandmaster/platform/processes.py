@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bandmaster.platform.cgroups import Cgroups
 from bandmaster.platform.locks import SigintSafeLock
-from bandmaster.platform.proc import Stat, everyone, running_children_of, stat
+from bandmaster.platform.proc import Stat, children_of, everyone, stat
 
 GiB = 1 << 30
 TRACKER_GRACE_S = 1.0  # time for a resource tracker of `multiprocessing` to unlink leaked objects
@@ -75,17 +75,18 @@ class Orphans:
         self._killed_at: dict[tuple[int, int], float] = {}  # by pid and start
 
     def end(self, but_for: Collection[int]) -> bool:
-        """Kill the subreaper's running children, but for those listed.
+        """Kill the subreaper's children, but for those listed. Call it when all were waited for that could be.
 
-        Children of a killed process become children of the subreaper, so call this until it returns False.
+        Children of a killed process become children of the subreaper, so call this until it returns False. A child
+        that has ended and cannot be waited for yet has threads that are about to end, and may leave children then.
 
         Args:
             but_for: Process ids of the children to keep.
 
         Returns:
-            Whether any other child was still running.
+            Whether there was any other child.
         """
-        orphans = {(p.pid, p.start): p for p in running_children_of(self._parent) if p.pid not in but_for}
+        orphans = {(p.pid, p.start): p for p in children_of(self._parent) if p.pid not in but_for}
         now = time.monotonic()
         self._killed_at = {key: self._killed_at.get(key) or now + _grace_s(key[0]) for key in orphans}
         for key, moment in self._killed_at.items():
