@@ -6,6 +6,7 @@
 import importlib
 import posixpath
 import re
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,14 @@ def test_links_lead_to_files_and_headings_that_are_there(page):
         if heading:
             titles = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
             assert heading in {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("diagrams/*.svg")), ids=lambda path: path.stem)
+def test_a_diagram_follows_light_and_dark_and_a_page_describes_it(path):
+    text = path.read_text()
+    assert "@media (prefers-color-scheme: dark)" in text
+    root = ElementTree.fromstring(text)
+    assert root.find("{http://www.w3.org/2000/svg}title").text
+    assert int(root.get("viewBox").split()[2]) <= 420, "wider ones cannot be read on a telephone"
+    shown = re.findall(rf"!\[([^\]]*)\]\((?:\.\./)*diagrams/{path.name}\)", "".join(page.read_text() for page in PAGES))
+    assert shown and all(shown), "no page shows it, or one lacks its description in words"
