@@ -246,11 +246,11 @@ class _Zygote:
         with contextlib.suppress(ChildProcessError):  # there are no children
             while (found := os.wait4(-1, os.WNOHANG))[0]:
                 reaped.append(found)
-        out_of_memory = self._memory.words() if reaped else ""
-        for pid, status, usage in reaped:
-            if pid in self._living:
-                self._living.discard(pid)
-                self._ended[pid] = Ended(status, usage.ru_maxrss * 1024, out_of_memory)
+        workers = [one for one in reaped if one[0] in self._living]
+        out_of_memory = self._memory.words() if workers else ""  # an orphan must not take a worker's note away
+        for pid, status, usage in workers:
+            self._living.discard(pid)
+            self._ended[pid] = Ended(status, usage.ru_maxrss * 1024, out_of_memory)
         if reaped or self._has_orphans:
             self._has_orphans = self._orphans.end(self._living)
 
