@@ -123,7 +123,7 @@ class Checkpoints:
             self._group = distributed.new_group(backend="gloo")
         if is_alone:
             warnings.filterwarnings("ignore", _ONE_PROCESS)  # for good, as the thread warns
-        path, state = self.folder / f"{_NAME}{number}", _state(model, optimizer, more)
+        state, path = _state(model, optimizer, more), self._path(number)
         self._writing = checkpoint.async_save(state, checkpoint_id=path, process_group=self._group, no_dist=is_alone)
 
     def wait(self) -> None:
@@ -176,7 +176,10 @@ class Checkpoints:
             raise UsageError(f"{self.folder} has no complete checkpoint {number}; there are {known}")
         if not numbers:
             return more
-        return load(self.folder / f"{_NAME}{numbers[-1] if number is None else number}", model, optimizer, **more)
+        return load(self._path(numbers[-1] if number is None else number), model, optimizer, **more)
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{_NAME}{number}"
 
     def _all(self) -> dict[int, Path]:
         """The folders by number, also of those that are not complete."""

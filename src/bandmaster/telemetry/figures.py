@@ -57,7 +57,7 @@ class Figures:
         """Count a call that has ended."""
         group, method = call.group, call.method
         times = self._seconds.get((group, method)) or self._seconds.setdefault((group, method), _Times())
-        times.add((call.end if call.done is None else call.done) - call.begun)
+        times.add(call.finish - call.begun)
         for rank, (begun, decoded, ran, encoded, received) in call.moments.items():
             key = (group, method, rank)
             sums = self._ranks.get(key) or self._ranks.setdefault(key, [0.0] * len(PHASES))

@@ -80,7 +80,7 @@ class Spans:
         within = set_span_in_context(span)
         for rank in call.moments:
             self._add_rank(call, rank, within)
-        span.end(self._ns(call.end if call.done is None else call.done))
+        span.end(self._ns(call.finish))
         self._known[call.number] = span.get_span_context()
         if len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)

@@ -79,7 +79,7 @@ def diagnosis(calls: Iterable[CallRecord | Call], more: Sequence[Finding] = ()) 
         >>> diagnosis([call(number, [2.0, 2.0, 2.0, 3.0]) for number in range(8)])
         'Rank 3 of actor runs Actor.update 1.5 times as long as the others (33 %); the controller takes 0.0 %'
     """
-    known = _Known([call if isinstance(call, Call) else Call.of(call) for call in calls])
+    known = _Known(calls)
     if not known.calls:
         return "no call has ended"
     found = sorted([*_findings(known), *more], key=lambda finding: -finding.share)
@@ -95,7 +95,7 @@ def diagnosis(calls: Iterable[CallRecord | Call], more: Sequence[Finding] = ()) 
 
 def findings(calls: Iterable[CallRecord | Call]) -> list[Finding]:
     """The causes that have cost time which could be gained, the most expensive first; empty if nothing stands out."""
-    return _findings(_Known([call if isinstance(call, Call) else Call.of(call) for call in calls]))
+    return _findings(_Known(calls))
 
 
 def _findings(known: _Known) -> list[Finding]:
@@ -122,8 +122,9 @@ def _findings(known: _Known) -> list[Finding]:
 class _Known:
     """Calls that have ended, and times that several findings are made of."""
 
-    def __init__(self, calls: Iterable[Call]) -> None:
-        self.calls = [call for call in calls if call.done is not None and call.moments]
+    def __init__(self, calls: Iterable[CallRecord | Call]) -> None:
+        known = [call if isinstance(call, Call) else Call.of(call) for call in calls]
+        self.calls = [call for call in known if call.done is not None and call.moments]
         self.total = 1e-9
         if self.calls:
             self.total += max(call.end for call in self.calls) - min(call.begun for call in self.calls)

@@ -23,14 +23,13 @@ def page(run: Run, sentence: str) -> str:
     lanes = lanes_of(run)
     columns = {**columns_of(lanes), **_columns_of_calls(run.calls)}
     facts, body = _packed(columns)
-    methods = list(dict.fromkeys((call.group, call.method) for call in run.calls))
-    numbers = {method: number for number, method in enumerate(methods)}
+    numbers = {method: number for number, method in enumerate(run.methods)}
     head = {
         "sentence": sentence,
         "begin": run.begin,
         "end": run.end,
         "columns": facts,
-        "methods": methods,
+        "methods": list(numbers),
         "method": [numbers[call.group, call.method] for call in run.calls],
         "number": [call.number for call in run.calls],
         "request": [int(call.is_request) for call in run.calls],
@@ -65,7 +64,7 @@ def _described(lane: Lane) -> dict[str, Any]:
 def _columns_of_calls(calls: Sequence[Call]) -> dict[str, NDArray[np.generic]]:
     """Times and bytes of calls, and the calls whose rows they take: each by two indices."""
     index = {call.number: n for n, call in enumerate(calls)}
-    times = np.array([(c.begun, c.encoded, c.sent, c.end if c.done is None else c.done) for c in calls], float)
+    times = np.array([(c.begun, c.encoded, c.sent, c.finish) for c in calls], float)
     nbytes = np.array(
         [(c.sent_nbytes, c.returned_nbytes, c.kept_nbytes, sum(c.read_nbytes.values())) for c in calls], float
     )

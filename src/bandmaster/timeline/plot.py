@@ -49,8 +49,7 @@ def plot(run: Run, sentence: str, path: Path) -> None:
 
 
 def _draw(axes: Any, run: Run, lanes: Sequence[Lane], heights: Sequence[float]) -> None:
-    methods = list(dict.fromkeys((call.group, call.method) for call in run.calls))
-    colours = {method: COLOURS[n % len(COLOURS)] for n, method in enumerate(methods)}
+    colours = {method: COLOURS[n % len(COLOURS)] for n, method in enumerate(run.methods)}
     y, group, ticks = 0.0, None, dict[float, str]()
     for lane, height in zip(lanes, heights, strict=True):
         if lane.group != group:

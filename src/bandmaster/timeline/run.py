@@ -79,6 +79,11 @@ class Call:
         """The last time that is known of it."""
         return max([self.sent, self.done or 0.0, *(times.received for times in self.moments.values())])
 
+    @property
+    def finish(self) -> float:
+        """When its result was there; the last time that is known of it as long as it is not."""
+        return self.end if self.done is None else self.done
+
 
 @dataclass(frozen=True)
 class Run:
@@ -111,6 +116,11 @@ class Run:
         if last is not None:
             calls = [call for call in calls if call.end >= end - last]
         return cls(tuple(calls), places, tuple(noticed), trace.began)
+
+    @property
+    def methods(self) -> list[tuple[str, str]]:
+        """The groups and methods of the calls, in the order of first use."""
+        return list(dict.fromkeys((call.group, call.method) for call in self.calls))
 
     @property
     def begin(self) -> float:

@@ -89,14 +89,17 @@ class Waits:
 
     def findings(self) -> list[Finding]:
         """The findings about the calls of the trace, and the ranks that others wait for in collective operations."""
-        calls = [Call.of(record) for record in self._trace.calls]
+        calls = self._calls()
         found = [*findings(calls), *awaited(calls, self.samples)]
         return sorted(found, key=lambda finding: -finding.share)
 
     def diagnosis(self) -> str:
         """One sentence, as of `bandmaster.timeline.diagnosis`, that knows of these waits as well."""
-        calls = [Call.of(record) for record in self._trace.calls]
+        calls = self._calls()
         return diagnosis(calls, awaited(calls, self.samples))
+
+    def _calls(self) -> list[Call]:
+        return [Call.of(record) for record in self._trace.calls]
 
     def _run(self) -> None:
         while not self._is_over.wait(self._interval_s):
