@@ -81,7 +81,7 @@ class Call:
 
     @property
     def finish(self) -> float:
-        """When its result was there; the last time that is known of it as long as it is not."""
+        """The time of its result; as long as there is none, the last time that is known of it."""
         return self.end if self.done is None else self.done
 
 
