@@ -161,7 +161,7 @@ def main() -> None:
         url, seed, n, is_stream, n_clients = options.load
         print(json.dumps(asyncio.run(load(url, bodies_of(seed, n, is_stream), n_clients))))
         return
-    sys.path.insert(0, str(TESTS))
+    sys.path[:0] = [str(TESTS), str(TESTS.parent)]
     import chat_model
     from options import OPTIONS
 
