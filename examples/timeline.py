@@ -5,9 +5,9 @@ One of the trainer's ranks is slower than the others, and one answer of each ste
 picture says so.
 """
 
+import argparse
 import asyncio
 import random
-import sys
 import time
 
 import numpy as np
@@ -59,4 +59,6 @@ def main(path):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "run.html")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", nargs="?", default="run.html", help="the file to write: .html, .svg or .png")
+    main(parser.parse_args().path)

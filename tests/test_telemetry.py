@@ -17,7 +17,7 @@ pytest.importorskip("opentelemetry.sdk")
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind
+from opentelemetry.trace import SpanKind, StatusCode
 
 from bandmaster.telemetry import Telemetry
 from bandmaster.telemetry import telemetry as module
@@ -37,7 +37,14 @@ class Actor(bm.Worker):
 
     @register(Dispatch.REQUEST, concurrency=4)
     async def answer(self, value):
+        if value == "bad":
+            raise ValueError("a bad value\nof two lines")
         return value
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail(self, rank):
+        if self.rank == rank:
+            raise KeyError(rank)
 
 
 @pytest.fixture
@@ -65,6 +72,26 @@ def figure(text, name, **labels):
         if found and dict(re.findall(r'(\w+)="([^"]*)"', found[1] or "")) == labels:
             return float(found[2])
     return None
+
+
+def test_calls_and_requests_that_fail_are_errors_of_spans_and_figures(actor, collector):
+    exporter, provider = collector
+    with Telemetry(provider=provider, budget=1.0) as telemetry:
+        for ask in (lambda: actor.fail(1), lambda: actor.answer("bad").result()):
+            with pytest.raises(bm.RemoteError):
+                ask()
+        actor.fail(2)
+    figures = telemetry.metrics()
+    calls = [span for span in exporter.get_finished_spans() if span.name in ("Actor.fail", "Actor.answer")]
+    first, request, fine = sorted(calls, key=lambda span: span.attributes["bandmaster.call.number"])
+    assert first.status.status_code is StatusCode.ERROR and "KeyError: 1" in first.status.description
+    assert request.status.status_code is StatusCode.ERROR
+    assert request.status.description.endswith("ValueError: a bad value")
+    assert first.attributes["error.type"] == request.attributes["error.type"] == "RemoteError"
+    assert fine.status.is_unset and "error.type" not in fine.attributes
+    named = {"group": first.attributes["bandmaster.group"], "type": "RemoteError"}
+    assert figure(figures, "bandmaster_errors_total", method="Actor.fail", **named) == 1
+    assert figure(figures, "bandmaster_errors_total", method="Actor.answer", **named) == 1
 
 
 def test_spans_of_calls_ranks_and_iterations(actor, collector):

@@ -502,7 +502,7 @@ class Call(RowsResult):
             done = collected(self._collection, self._values, self.site, self.real_rows)
         self._finish(done)
         if self.record is not None:
-            self.record.is_done()
+            self.record.is_done(done.error)
         if self.has_ended:
             self._work.forget(self)  # else its memory would stay in use until the next call of the group
         if self.is_watched:

@@ -39,8 +39,8 @@ class CallTrace(Protocol):
     def read(self, nbytes: int, way: str, source: Any, rank: int | None) -> None:
         """Record that ranks read rows that a rank has made in another call, whose record is ``source``."""
 
-    def is_done(self) -> None:
-        """Record that the call has its result or its error."""
+    def is_done(self, error: BaseException | None) -> None:
+        """Record that the call has its result, or an error."""
 
 
 class Gate(Protocol):

@@ -375,7 +375,7 @@ class Request(RowsResult):
             if self.done is None:
                 self.done = self._made()
                 if self.record is not None:
-                    self.record.is_done()
+                    self.record.is_done(self.done.error)
         if self.is_done:  # else its ranks have still to stop
             self.tickets, self.arguments = {}, None
         return True

@@ -30,11 +30,14 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
         optimizer: Its optimizer.
         **more: Tensors, or values that can be pickled, such as ``step=100``; of rank 0.
 
+    Raises:
+        RuntimeError: It could not be written.
+
     Source: ``torch.distributed.checkpoint``.
     """
     from torch.distributed import checkpoint, is_initialized
 
-    with _silent_about_one_process():
+    with _silent_about_one_process(), _failing_as_error(f"the checkpoint {path} could not be written"):
         checkpoint.save(_state(model, optimizer, more), checkpoint_id=path, no_dist=not is_initialized())
 
 
@@ -54,13 +57,16 @@ def load(
     Returns:
         The loaded values of ``more``.
 
+    Raises:
+        RuntimeError: It could not be read.
+
     Source: ``torch.distributed.checkpoint``.
     """
     from torch.distributed import checkpoint, is_initialized
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
     state = _state(model, optimizer, more)
-    with _silent_about_one_process():
+    with _silent_about_one_process(), _failing_as_error(f"the checkpoint {path} could not be read"):
         checkpoint.load(state, checkpoint_id=path, no_dist=not is_initialized())
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
@@ -134,18 +140,11 @@ class Checkpoints:
         Raises:
             RuntimeError: It could not be written.
         """
-        from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
-
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        try:
+        with _failing_as_error(f"a checkpoint in {self.folder} could not be written"):
             writing.result()
-        except CheckpointException as error:
-            said = "; ".join(
-                f"rank {rank}: {type(why).__name__}: {why}" for rank, (why, _) in sorted(error.failures.items())
-            )
-            raise RuntimeError(f"a checkpoint in {self.folder} could not be written: {said}") from error
         self._remove()
 
     def numbers(self) -> list[int]:
@@ -210,6 +209,19 @@ def _silent_about_one_process() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", _ONE_PROCESS)
         yield
+
+
+@contextmanager
+def _failing_as_error(what: str) -> Iterator[None]:
+    """Raise RuntimeError for what torch raises if a rank has failed, a BaseException that names no reason."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        failures = sorted(error.failures.items())
+        said = "; ".join(f"rank {rank}: {type(why).__name__}: {why}" for rank, (why, _) in failures)
+        raise RuntimeError(f"{what}: {said}") from error
 
 
 def _state(model: Module, optimizer: Optimizer | None, more: dict[str, Any]) -> dict[str, Any]:

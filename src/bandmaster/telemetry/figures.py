@@ -48,6 +48,7 @@ class Figures:
         self._nbytes: Counter[tuple[str, str, str]] = Counter()
         self._versions: dict[tuple[str, str], int] = {}
         self._open: Mapping[str, int] = {}
+        self._errors: Counter[tuple[str, str, str]] = Counter()
         self._stalls: Counter[tuple[str]] = Counter()
         self.n_dropped_calls = self.n_dropped_spans = 0
         self.registry = CollectorRegistry()
@@ -66,6 +67,8 @@ class Figures:
             sums[2] += max(0.0, ran - decoded)
             sums[3] += max(0.0, encoded - ran)
             sums[4] += max(0.0, received - encoded)
+        if call.error:
+            self._errors[group, method, call.error_type] += 1
         for rank, version in call.versions.items():
             self._versions[group, str(rank)] = version
         for way, nbytes in (("sent", call.sent_nbytes), ("returned", call.returned_nbytes), ("kept", call.kept_nbytes)):
@@ -98,6 +101,9 @@ class Figures:
                 ranks.add_metric([group, method, str(rank), phase], value)
         yield ranks
         nbytes = CounterMetricFamily("bandmaster_bytes", "Bytes of calls, by their way", labels=[*NAMED, "way"])
+        errors = CounterMetricFamily(
+            "bandmaster_errors", "Calls that have failed, by their error", labels=[*NAMED, "type"]
+        )
         versions = GaugeMetricFamily(
             "bandmaster_weights_version", "Version of weights that a rank has reported", labels=["group", "rank"]
         )
@@ -105,11 +111,13 @@ class Figures:
         is_open = GaugeMetricFamily("bandmaster_open_calls", "Calls that have not ended", labels=["group"])
         for way, value in list(self._nbytes.items()):
             nbytes.add_metric(way, value)
+        for what, n in list(self._errors.items()):
+            errors.add_metric(what, n)
         for rank_of, version in list(self._versions.items()):
             versions.add_metric(rank_of, version)
         for of, n in list(self._stalls.items()):
             stalls.add_metric(of, n)
-        yield from (nbytes, versions, stalls)
+        yield from (nbytes, errors, versions, stalls)
         for group, n in self._open.items():
             is_open.add_metric([group], n)
         yield is_open

@@ -19,7 +19,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Tracer, TracerProvider, set_span_in_context
+from opentelemetry.trace import (
+    Link,
+    Span,
+    SpanContext,
+    SpanKind,
+    StatusCode,
+    Tracer,
+    TracerProvider,
+    set_span_in_context,
+)
 
 from bandmaster import __version__
 from bandmaster.timeline import Call
@@ -77,6 +86,9 @@ class Spans:
         if not span.is_recording():  # nobody wants it
             return
         span.set_attributes(self._attributes(call, phase))
+        if call.error:
+            span.set_attribute("error.type", call.error_type)
+            span.set_status(StatusCode.ERROR, call.error)
         within = set_span_in_context(span)
         for rank in call.moments:
             self._add_rank(call, rank, within)

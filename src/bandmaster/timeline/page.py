@@ -33,6 +33,7 @@ def page(run: Run, sentence: str) -> str:
         "method": [numbers[call.group, call.method] for call in run.calls],
         "number": [call.number for call in run.calls],
         "request": [int(call.is_request) for call in run.calls],
+        "errors": {n: call.error for n, call in enumerate(run.calls) if call.error},
         "lanes": [_described(lane) for lane in lanes],
         "stalls": _stalls(run, lanes),
     }

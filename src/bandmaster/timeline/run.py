@@ -45,6 +45,7 @@ class Call:
     sent: float
     done: float | None
     moments: Mapping[int, Moments]
+    error: str = ""
     is_request: bool = False
     sent_nbytes: int = 0
     returned_nbytes: int = 0
@@ -65,6 +66,7 @@ class Call:
             sent=record.sent,
             done=record.done,
             moments={rank: Moments(*record.moments(rank)) for rank in sorted(record.replied)},
+            error=record.error,
             is_request=record.is_request,
             sent_nbytes=record.sent_nbytes,
             returned_nbytes=record.returned_nbytes,
@@ -73,6 +75,11 @@ class Call:
             takes_from=record.takes_from,
             versions=record.versions,
         )
+
+    @property
+    def error_type(self) -> str:
+        """The type of its error, without the module; "" if it has none."""
+        return self.error.partition(":")[0].rpartition(".")[2]
 
     @property
     def end(self) -> float:

@@ -481,6 +481,7 @@
       if (data[`${name}_nbytes`][n] > 0) pairs.push([name === "read" ? "read by reference" : name, bytes(data[`${name}_nbytes`][n])]);
     const version = lane.versions.filter(([moment]) => moment <= endOf(k)).pop();
     if (version) pairs.push(["weights", `v${version[1]}`]);
+    if (n in head.errors) pairs.push(["failed", head.errors[n]]);
     return [title, below, cells(pairs)];
   }
   function describeStall(x, y) {

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from bandmaster.codec import Payload
 from bandmaster.contract import TIMES, Kept, Ticket, Workers
-from bandmaster.errors.failure import Failure
+from bandmaster.errors.failure import Failure, summary_of
 from bandmaster.plan.render import text_table
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
@@ -53,7 +53,8 @@ class CallRecord:
         begun: Time of submission.
         encoded: Time when its arguments were planned and encoded.
         sent: Time when it was sent to the last rank; a rank may reply earlier.
-        done: Time when it had its result; None before.
+        done: Time when it had its result or its error; None before.
+        error: Type and first line of its error; "" if it has none.
         sent_nbytes: Bytes of arguments that the controller has encoded, each payload once.
         returned_nbytes: Bytes of values that the controller received.
         kept_nbytes: Bytes of rows that have stayed where they were made.
@@ -71,6 +72,7 @@ class CallRecord:
         workers: The workers that run the call.
     """
 
+    error = ""
     sent_nbytes = returned_nbytes = kept_nbytes = 0
     read_nbytes: Mapping[str, int] = NOTHING
     takes_from: Set[tuple[int, int]] = frozenset()
@@ -122,8 +124,10 @@ class CallRecord:
         """Record that the call is sent."""
         self.sent = self._seconds(monotonic_ns())
 
-    def is_done(self) -> None:
-        """Record that the call has its result or its error."""
+    def is_done(self, error: BaseException | None) -> None:
+        """Record that the call has its result, or an error."""
+        if error is not None:
+            self.error = summary_of(error).partition("\n")[0]
         self.done = self._seconds(monotonic_ns())
 
     def came(self, rank: int, ticket: Ticket, value: Payload | Kept | Failure | None) -> None:
