@@ -104,6 +104,8 @@ class Run:
             How many steps were done: 0, or those of the last checkpoint.
         """
         self._trained = {"actor": self._actor, **others}
+        for task in self._progress.task_ids:  # of an attempt that a lost host has ended
+            self._progress.remove_task(task)
         saved = self._saved() if self.options.resume else []
         if saved:
             self._actor.load(str(saved[0] / "actor"))
