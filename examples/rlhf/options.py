@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import bandmaster as bm
+from bandmaster.testing import finite
 
 __all__ = ["Options", "of_command_line", "option", "placed"]
 
@@ -46,7 +47,10 @@ class Options:
     eval_every: int = option(1, "steps between two evaluations on problems that are held out")
     save_every: int = option(10, "steps between two checkpoints; 0 for none")
     out: str = option("", "folder of metrics and checkpoints; by default none are written")
+    log: str = option("tensorboard", "what else gets the metrics: tensorboard, wandb, trackio or none; needs --out")
+    export: str = option("", "folder to write the trained model to at the end, as transformers and vLLM load it")
     resume: bool = option(False, "go on from the last checkpoint in that folder")
+    check_finite: bool = option(False, "fail at the first method that gets or returns a number that is not finite")
     plot: str = option("", "file to draw the curves to, such as curves.svg")
 
     def mesh(self) -> bm.Mesh:
@@ -104,6 +108,8 @@ def placed(options: Options, **roles: tuple[Any, ...]) -> Iterator[SimpleNamespa
         The group of each role, as an attribute with its name; ``processes`` are the groups that can be restarted.
     """
     mesh = options.mesh()
+    if options.check_finite:
+        roles = {role: (finite(cls), *arguments) for role, (cls, *arguments) in roles.items()}
     is_split = options.placement == "split"
     with ExitStack() as stack:
         pools = [stack.enter_context(options.pool(mesh.size)) for _ in (roles if is_split else ["all"])]
