@@ -24,7 +24,7 @@ SMALL = ["--train", "dp=2", "--nodes", "2", "--warm-up", "2", "--steps", "2"]
 SMALL += ["--n-prompts", "8", "--n-samples", "4", "--n-batches", "2"]
 ENGINE = ["--engine", "toy", "--replicas", "2"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S + 100)]
+pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
 
 
 @pytest.fixture

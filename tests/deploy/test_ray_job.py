@@ -31,7 +31,6 @@ SMALL = [
 ]
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(2 * TIMEOUT_S),
     pytest.mark.skipif(find_spec("aiohttp_cors") is None, reason="ray[default] is not installed"),
 ]
