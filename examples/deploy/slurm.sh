@@ -18,7 +18,7 @@ export RAY_AUTH_MODE=token                           # whoever reaches a Ray wit
 RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')
 export RAY_AUTH_TOKEN
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300    # seconds for all nodes to start; 30 are few on a shared file system
-export RAY_gcs_rpc_server_reconnect_timeout_s=15     # after which other nodes end when the first one has ended
+export RAY_gcs_rpc_server_reconnect_timeout_s=40     # for other nodes to end after the first one; its `ray stop` takes up to 20
 
 cd "$SLURM_SUBMIT_DIR"
 srun --ntasks="$SLURM_JOB_NUM_NODES" --cpus-per-task="$SLURM_CPUS_ON_NODE" \
