@@ -13,6 +13,10 @@ VENV=${VENV:-$SLURM_SUBMIT_DIR/.venv}                # the same path on all node
 HEAD=${HEAD:-$(hostname -I | cut -d ' ' -f 1)}       # the first node, on which this script runs, as the others reach it
 PORT=${PORT:-$((20000 + SLURM_JOB_ID % 10000))}      # of Ray: another one for each job, below the ephemeral ports
 
+if [ ! -x "$VENV/bin/ray" ]; then
+    echo "there is no Ray in $VENV: install one there, as docs/deploy/ says, or name another environment by VENV=" >&2
+    exit 1
+fi
 export PATH="$VENV/bin:$PATH"
 export RAY_AUTH_MODE=token                           # whoever reaches a Ray without a token can run programs as you
 RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')

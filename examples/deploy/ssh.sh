@@ -23,6 +23,10 @@ PORT=${PORT:-6379}                                   # of Ray
 read -r -a ssh <<< "${SSH:-ssh -o BatchMode=yes}"
 read -r -a start <<< "--disable-usage-stats ${RAY_START_OPTIONS:-}"   # such as --num-cpus=16
 
+if [ ! -x "$VENV/bin/ray" ]; then
+    echo "there is no Ray in $VENV: install one there, as docs/deploy/ says, or name another environment by VENV=" >&2
+    exit 1
+fi
 export PATH="$VENV/bin:$PATH"
 export RAY_AUTH_MODE=token                           # whoever reaches a Ray without a token can run programs as you
 RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')

@@ -3,7 +3,9 @@
 import contextlib
 import shutil
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 from hosts import address
 
@@ -51,7 +53,8 @@ def slurm(hosts, folder, n_cpus):
     configuration = folder / "slurm.conf"
     configuration.write_text(CONFIGURATION.format(controller=address(0), folder=folder, nodes=nodes))
     (folder / "state").mkdir()
-    environment = {**hosts.environment, "SLURM_CONF": str(configuration)}
+    venv = str(Path(sys.executable).parents[1])
+    environment = {**hosts.environment, "SLURM_CONF": str(configuration), "VENV": venv}
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE"):
         del environment[name]
     running = []

@@ -5,6 +5,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 import shutil
@@ -34,6 +35,15 @@ def test_ssh_says_how_it_is_used():
     done = subprocess.run([RECIPES / "ssh.sh", "host-b"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "usage:" in done.stderr
+
+
+def test_a_missing_environment_is_named(tmp_path):
+    environment = {**os.environ, "VENV": str(tmp_path), "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+    for command in (["ssh.sh", "host-b", "--", "true"], ["slurm.sh"]):
+        command[0] = str(RECIPES / command[0])
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert f"there is no Ray in {tmp_path}" in done.stderr
 
 
 def manifest():
