@@ -8,7 +8,7 @@ export PIP_COMPILE := 0
 export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-fast test-all test-hosts test-hosts-fast test-verl test-verl-fast test-vllm lint grpo ppo soak fuzz simulate mutants bench bench-verl bench-rlhf bench-requests bench-engines bench-hosts dist docs clean
+.PHONY: demo test test-fast test-all test-deploy test-hosts test-hosts-fast test-verl test-verl-fast test-vllm lint grpo ppo soak fuzz simulate mutants bench bench-verl bench-rlhf bench-requests bench-engines bench-hosts dist docs clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -28,6 +28,7 @@ test-all: test  ## and the slow rest: tutorials, examples, benchmarks, soak, ran
 	PYTHONPATH=tests $(BIN)/python -m fuzz
 	PYTHONPATH=tests $(BIN)/python -m simulation $(if $(CI),--seed 1)
 	$(MAKE) --no-print-directory --jobs=2 test-hosts-fast test-verl-fast
+	$(MAKE) --no-print-directory test-deploy
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -61,6 +62,9 @@ test-hosts: $(VENV)/.dev  ## faults of whole hosts, and what groups do whose ran
 test-hosts-fast: $(VENV)/.dev  ## of these, the faults, and the contract of a backend
 	$(BIN)/python -m pytest tests/test_hosts.py
 	$(BIN)/python tests/on_hosts.py tests/test_contract.py -k "TestRay and not Roles"
+
+test-deploy: $(VENV)/.dev  ## the recipes of docs/deploy/, those for which Slurm, OpenSSH's server or ray[default] are installed
+	$(BIN)/python -m pytest tests/deploy/test_on_hosts.py tests/deploy/test_ray_job.py
 
 # Every peer in an environment of its own, torch first in each; one that cannot be installed is reported as absent.
 BENCH := .bench

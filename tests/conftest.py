@@ -79,6 +79,7 @@ def _start_ray(ray, n_attempts=4, **resources):
 collect_ignore_glob = ["*_programs/*", "hosts.py", "on_hosts.py", "soak.py", "soaking/*", "fuzz/*", "verl/*"]
 collect_ignore_glob += ["simulation/*", "mutants/*"]  # the same
 collect_ignore_glob += ["test_hosts.py", "test_bench_hosts.py"]  # need root, and a Ray cluster of several hosts
+collect_ignore_glob += ["deploy/test_on_hosts.py", "deploy/test_ray_job.py"]  # the same, or start Rays themselves
 
 
 if not has_vllm():

@@ -61,10 +61,11 @@ class Hosts:
         n: How many.
         cpus: What Ray is told of the CPUs of each but the first, which has none.
         gpus: The same for GPUs.
+        ray: Whether a cluster is started; otherwise the hosts are bare.
     """
 
-    def __init__(self, n, cpus=8, gpus=0):
-        self.n, self._cpus, self._gpus = n, cpus, gpus
+    def __init__(self, n, cpus=8, gpus=0, ray=True):
+        self.n, self._cpus, self._gpus, self._has_ray = n, cpus, gpus, ray
         self._holders = []
         self._pids = []
         self._off = set()
@@ -125,7 +126,8 @@ class Hosts:
             for host in range(self.n):
                 self._pids.append(self._held("--net", "--mount", "--uts", "--ipc", "--pid"))
                 self._wire(host)
-            self._start_ray()
+            if self._has_ray:
+                self._start_ray()
         except BaseException:
             self.__exit__()
             raise

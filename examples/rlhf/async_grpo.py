@@ -105,7 +105,7 @@ def run(options: AsyncOptions) -> Run:
     }
     with (
         placed(options, **roles) as groups,
-        bm.ResourcePool([options.rollouts], backend=options.backend, use_gpu=options.gpus) as pool,
+        options.pool(options.rollouts) as pool,
         bm.WorkerGroup(pool, Rollout, model, options.seed, options.failing, mesh=replicas) as rollout,
         Run(options, groups.actor, groups.reward) as running,
     ):

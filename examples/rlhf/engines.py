@@ -111,6 +111,6 @@ def replicas(options: EngineOptions, model: str | None) -> Iterator[Any]:
     if not options.engine:
         yield None
         return
-    with bm.ResourcePool([options.replicas], backend=options.backend, use_gpu=options.gpus) as pool:
+    with options.pool(options.replicas) as pool:
         mesh = bm.Mesh(dp=options.replicas, tp=1)
         yield bm.WorkerGroup(pool, engine_class(ENGINES, options.engine), model, options.seed, mesh=mesh)

@@ -18,6 +18,7 @@ from engines import EngineOptions, model_of, replicas
 from losses import group_advantages
 from options import of_command_line, placed
 from running import Run
+from surviving import SpareOptions, surviving
 from workers import Actor, Reference, Reward
 
 from bandmaster import rl
@@ -46,10 +47,10 @@ def train(run: Run, options: EngineOptions, actor: Any, reference: Any, reward: 
             metrics["log_probs_error"] = float(errors.result()["log_probs_error"].max())
 
 
-DEFAULTS = EngineOptions
+DEFAULTS = SpareOptions
 
 
-def run(options: EngineOptions) -> Run:
+def run(options: SpareOptions) -> Run:
     """Place the models, and train."""
     with (
         model_of(options) as model,
@@ -62,7 +63,9 @@ def run(options: EngineOptions) -> Run:
         replicas(options, model) as engine,
         Run(options, groups.actor, groups.reward) as running,
     ):
-        train(running, options, groups.actor, groups.reference, groups.reward, engine)
+        models = groups.actor, groups.reference, groups.reward, engine
+        processes = [*groups.processes, *([] if engine is None else [engine])]
+        surviving(options, processes, lambda: train(running, options, *models))
     return running
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import bandmaster as bm
+from bandmaster.testing import finite
 
 __all__ = ["Options", "of_command_line", "option", "placed"]
 
@@ -29,6 +30,7 @@ class Options:
     placement: str = option("colocated", "colocated: all models in the same processes; split: each in its own")
     train: str = option("dp=2", "training layout of the models: sizes of dp and tp, such as dp=2,tp=2")
     generate: str = option("", "generation layout on the same ranks, such as tp=1; by default that of training")
+    nodes: int = option(1, "hosts of a Ray cluster that the ranks of each model are spread over")
     gpus: bool = option(False, "a GPU for each process")
     model: str = option("", "causal language model by hub name or local path; by default a tiny Llama, untrained")
     seed: int = option(0, "seed of weights, problems and answers")
@@ -45,7 +47,10 @@ class Options:
     eval_every: int = option(1, "steps between two evaluations on problems that are held out")
     save_every: int = option(10, "steps between two checkpoints; 0 for none")
     out: str = option("", "folder of metrics and checkpoints; by default none are written")
+    log: str = option("tensorboard", "what else gets the metrics: tensorboard, wandb, trackio or none; needs --out")
+    export: str = option("", "folder to write the trained model to at the end, as transformers and vLLM load it")
     resume: bool = option(False, "go on from the last checkpoint in that folder")
+    check_finite: bool = option(False, "fail at the first method that gets or returns a number that is not finite")
     plot: str = option("", "file to draw the curves to, such as curves.svg")
 
     def mesh(self) -> bm.Mesh:
@@ -53,6 +58,17 @@ class Options:
         train = _sizes("train", self.train, ("dp", "tp"))
         generate = _sizes("generate", self.generate or f"tp={train['tp']}", ("tp",))
         return bm.Mesh(**train).refine(gen_tp=generate["tp"])
+
+    def slots(self, n_slots: int) -> list[int]:
+        """So many slots, spread over the hosts."""
+        if self.nodes < 1:
+            raise SystemExit(f"--nodes must be at least 1, got {self.nodes}")
+        n_nodes = min(self.nodes, n_slots)
+        return [n_slots // n_nodes + (node < n_slots % n_nodes) for node in range(n_nodes)]
+
+    def pool(self, n_slots: int) -> bm.ResourcePool:
+        """A pool of so many slots."""
+        return bm.ResourcePool(self.slots(n_slots), backend=self.backend, use_gpu=self.gpus)
 
 
 Given = TypeVar("Given", bound=Options)
@@ -87,14 +103,16 @@ def placed(options: Options, **roles: tuple[Any, ...]) -> Iterator[SimpleNamespa
     Args:
         options: Where and how.
         **roles: By role: worker class, and the arguments of its constructor.
+
+    Yields:
+        The group of each role, as an attribute with its name; ``processes`` are the groups that can be restarted.
     """
     mesh = options.mesh()
+    if options.check_finite:
+        roles = {role: (finite(cls), *arguments) for role, (cls, *arguments) in roles.items()}
     is_split = options.placement == "split"
     with ExitStack() as stack:
-        pools = [
-            stack.enter_context(bm.ResourcePool([mesh.size], backend=options.backend, use_gpu=options.gpus))
-            for _ in (roles if is_split else ["all"])
-        ]
+        pools = [stack.enter_context(options.pool(mesh.size)) for _ in (roles if is_split else ["all"])]
         if is_split:
             with ThreadPoolExecutor() as executor:  # all groups start at the same time
                 start = partial(bm.WorkerGroup, mesh=mesh)
@@ -102,4 +120,5 @@ def placed(options: Options, **roles: tuple[Any, ...]) -> Iterator[SimpleNamespa
         else:
             group = bm.colocate(pools[0], meshes=dict.fromkeys(roles, mesh), **roles)
             found = [getattr(group, role) for role in roles]
-        yield SimpleNamespace(**dict(zip(roles, found, strict=True)))
+        processes = found if is_split else [group]
+        yield SimpleNamespace(**dict(zip(roles, found, strict=True)), processes=processes)

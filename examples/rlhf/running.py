@@ -11,13 +11,13 @@ from typing import Any
 
 import addition
 import torch
+from loggers import logger
 from measuring import measured
 from options import Options
 from plotting import plot
 from random_rows import row_seeds, shuffled
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 __all__ = ["Run"]
 
@@ -40,7 +40,9 @@ class Run:
         self.out = Path(options.out) if options.out else None
         self.metrics: list[dict[str, float]] = []  # a line per step
         self._held_out = self._asked(held_out, torch.zeros(len(held_out), dtype=torch.int64))
-        self._writer = SummaryWriter(str(self.out)) if self.out else None
+        if self.out:
+            self.out.mkdir(parents=True, exist_ok=True)
+        self._log = logger(options)
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         in_this_process = options.backend == "inprocess"  # the bars would draw over the prompt of a debugger
         self._progress = Progress(*columns, TextColumn("{task.fields[said]}"), disable=in_this_process)
@@ -51,8 +53,7 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
-        if self._writer:
-            self._writer.close()
+        self._log.close()
 
     def prompts(self, step: int) -> Rows:
         """The prompts of a step, each n_samples times, and the seeds of their answers."""
@@ -104,6 +105,8 @@ class Run:
             How many steps were done: 0, or those of the last checkpoint.
         """
         self._trained = {"actor": self._actor, **others}
+        for task in self._progress.task_ids:  # of an attempt that a lost host has ended
+            self._progress.remove_task(task)
         saved = self._saved() if self.options.resume else []
         if saved:
             self._actor.load(str(saved[0] / "actor"))
@@ -139,6 +142,8 @@ class Run:
                 self._save(f"step-{step + 1:05}", step + 1)
             said = "  ".join(f"{name} {self.last(name):.3f}" for name in ("reward", "kl", "accuracy"))
             self._progress.update(task, completed=step + 1, said=said)
+        if options.export:
+            self._actor.export(options.export)
 
     def last(self, name: str) -> float:
         """The last value of a metric; NaN if there is none."""
@@ -146,11 +151,10 @@ class Run:
 
     def _write(self, metrics: dict[str, float]) -> None:
         self.metrics.append(metrics)
-        if self._writer:
+        if self.out:
             with (self.out / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(metrics) + "\n")
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, value, int(metrics["step"]))
+            self._log.log(metrics)
 
     def _save(self, name: str, step: int) -> None:
         for role, group in self._trained.items() if self.out else ():

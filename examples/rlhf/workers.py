@@ -13,6 +13,7 @@ import torch
 from random_rows import uniform
 from torch import Tensor, nn
 from training import Trainer
+from transformers import AutoTokenizer
 
 import bandmaster as bm
 from bandmaster import Dispatch, Only, Split, TransferProtocol, register, rl
@@ -87,6 +88,12 @@ class Actor(LanguageModel, Trained):
         self.trainer = Trainer(self, self.model)
         self.rollout = models.parallel(models.language_model(name, seed), self, "gen_tp")
         self.engine = rl.HybridEngine(self, self.model, self.rollout)
+        self.name = name
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export(self, path: str) -> None:
+        """Write the model as transformers and vLLM load it."""
+        rl.export(path, self.model, tokenizer=AutoTokenizer.from_pretrained(self.name) if self.name else None)
 
     @register(Dispatch.THREE_D_ALL_MICRO_DP)
     def generate(self, prompts: Rows, temperature: float = 1.0) -> Rows:

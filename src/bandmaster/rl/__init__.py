@@ -32,6 +32,7 @@ from bandmaster.rl.engines.completions import (
 from bandmaster.rl.engines.interface import Engine
 from bandmaster.rl.engines.sampling import Sampling
 from bandmaster.rl.engines.vllm import VLLM
+from bandmaster.rl.exporting import export
 from bandmaster.rl.layout import Box, Layout
 from bandmaster.rl.local_tensors import load_tensors, tensor_specs
 from bandmaster.rl.meshes import device_mesh, start_torch_distributed
@@ -67,6 +68,7 @@ __all__ = [
     "WeightSync",
     "connect",
     "device_mesh",
+    "export",
     "load",
     "load_tensors",
     "padded",

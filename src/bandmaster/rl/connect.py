@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bandmaster import Dispatch, Execute, UsageError, Worker, as_completed, register
+from bandmaster.rl.interfaces import choose_interface
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -71,6 +72,7 @@ class Connectable(Worker):
         """Become rank ``first_rank + self.rank`` of the process group. Collective: all its ranks call it."""
         from torch.distributed import TCPStore, barrier
 
+        choose_interface(address[0])
         timeout = timedelta(seconds=timeout_s)
         store = self._stores.get(name)
         if store is None:

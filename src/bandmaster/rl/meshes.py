@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from bandmaster import UsageError, Worker
+from bandmaster.rl.interfaces import choose_interface
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +37,7 @@ def start_torch_distributed(worker: Worker) -> None:
             'backend "local" or "ray", or one rank'
         )
     else:
+        choose_interface(os.environ["MASTER_ADDR"])
         dist.init_process_group(backend)
 
 

@@ -1,8 +1,8 @@
 """Tools for tests of your own workers and backends; `docs/testing.md` introduces them.
 
 `with_faults` makes workers fail on purpose, `trials` draws the faults from a seed, `no_leaks` finds resources that a
-test leaves behind, `record` stores calls to run them again, and `BackendContract` tests a backend. Only
-`BackendContract` needs pytest.
+test leaves behind, `record` stores calls to run them again, `finite` finds the call that made a NaN, and
+`BackendContract` tests a backend. Only `BackendContract` needs pytest.
 
 ::
 
@@ -18,6 +18,7 @@ from bandmaster.errors import UsageError
 from bandmaster.testing.belongings import HeldResources, held_resources
 from bandmaster.testing.faults import BadResult, Delay, Exit, FailToUnpickle, Fault, Hang, Kill, Raise
 from bandmaster.testing.faulty import with_faults
+from bandmaster.testing.finite import finite
 from bandmaster.testing.leaks import LeakError, no_leaks
 from bandmaster.testing.recording import record
 from bandmaster.testing.trials import InjectedError, Trial, trials, unchanged
@@ -39,6 +40,7 @@ __all__ = [
     "LeakError",
     "Raise",
     "Trial",
+    "finite",
     "held_resources",
     "no_leaks",
     "record",
