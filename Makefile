@@ -28,7 +28,6 @@ test-all: test  ## and the slow rest: tutorials, examples, benchmarks, soak, ran
 	PYTHONPATH=tests $(BIN)/python -m fuzz
 	PYTHONPATH=tests $(BIN)/python -m simulation $(if $(CI),--seed 1)
 	$(MAKE) --no-print-directory --jobs=2 test-hosts-fast test-verl-fast
-	$(MAKE) --no-print-directory test-deploy
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -63,7 +62,7 @@ test-hosts-fast: $(VENV)/.dev  ## of these, the faults, and the contract of a ba
 	$(BIN)/python -m pytest tests/test_hosts.py
 	$(BIN)/python tests/on_hosts.py tests/test_contract.py -k "TestRay and not Roles"
 
-test-deploy: $(VENV)/.dev  ## the recipes of docs/deploy/, those for which Slurm, OpenSSH's server or ray[default] are installed
+test-deploy: $(VENV)/.dev  ## the recipes of docs/deploy/ (10 minutes), those for which Slurm, OpenSSH's server or ray[default] are installed
 	$(BIN)/python -m pytest tests/deploy/test_on_hosts.py tests/deploy/test_ray_job.py
 
 # Every peer in an environment of its own, torch first in each; one that cannot be installed is reported as absent.
