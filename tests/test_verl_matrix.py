@@ -246,6 +246,24 @@ def test_two_runs_of_a_client_are_compared(result, capsys):
     assert run.compared(failed, result("alike", 1, "more\nKeyError: 'a'")) == 0
     assert run.compared(failed, result("otherwise", 1, "ValueError: 3")) == 1
     assert run.compared(own, failed) == 1
+    undefined = result("undefined", loss=float("nan"))
+    assert run.compared(undefined, result("undefined too", loss=float("nan"))) == 0
+
+
+def test_a_failure_is_told_by_its_cause(result):
+    """Ray and bandmaster pass a worker's error on in words of their own, and forward lines of many processes."""
+    own = "\x1b[36m(Task pid=7)\x1b[0m KeyError: 'a'\nray.exceptions.RayTaskError(KeyError): ray::step\n"
+    ours = "KeyError: 'a'\nbandmaster.errors.RemoteError: Worker.step failed on rank 1\n  OSError: of another one's\n"
+    assert run.cause(result("own", 1, own).log) == "KeyError: 'a'"
+    assert run.compared(result("own", 1, own), result("ours", 1, ours)) == 0
+
+
+def test_clients_are_described_by_what_a_run_knows():
+    known = {"source", "package", "module", "call", "config", "settings", "rows", "stubs", "environment"}
+    for name, client in run.clients().items():
+        assert client.keys() <= known, name
+        assert client.get("call", "config") in ("config", "arguments"), name
+        assert "source" in client, name
 
 
 def test_nothing_of_a_run_is_left(tmp_path):

@@ -49,9 +49,14 @@ def main():
     sys.exit(max(abs(result.code) for result in results.values()))
 
 
+def clients():
+    """The descriptions of clients, by name."""
+    return json.loads((HERE / "clients.json").read_text())
+
+
 def parsed():
     """The arguments of the command line, and the description of the client."""
-    known = json.loads((HERE / "clients.json").read_text())
+    known = clients()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", help="the folder with the client's sources")
     parser.add_argument("--client", choices=list(known), help="a description in clients.json, if the client has one")
