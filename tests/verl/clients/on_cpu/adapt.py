@@ -174,6 +174,17 @@ def adapt_fsdp(module):
     module._check_module_states_for_sync_module_states = lambda states: None  # it refuses states on the CPU
 
 
+def adapt_unshard(module):
+    """Gathered weights are on the CPU already; to move them there would release them."""
+    real = module._unshard_fsdp_state_params
+
+    @functools.wraps(real)
+    def unshard(module, state, writeback, rank0_only, offload_to_cpu, with_grads):
+        return real(module, state, writeback, rank0_only, False, with_grads)
+
+    module._unshard_fsdp_state_params = unshard
+
+
 def adapt_tensordict(module):
     module.TensorDictBase.to = _with_cpu(module.TensorDictBase.to)
 
@@ -299,6 +310,7 @@ ADAPTED = {
     "torch.distributed": adapt_distributed,
     "torch.distributed.device_mesh": adapt_device_mesh,
     "torch.distributed.fsdp._init_utils": adapt_fsdp,
+    "torch.distributed.fsdp._unshard_param_utils": adapt_unshard,
     "tensordict.base": adapt_tensordict,
     "transformers.models.auto.auto_factory": adapt_auto,
     "transformers.modeling_utils": adapt_modeling,
