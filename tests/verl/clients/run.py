@@ -186,7 +186,8 @@ def compared(own, ours):
     if own.code or ours.code:
         is_same = bool(own.code and ours.code) and bool(set(errors(own.log)[-1:]) & set(errors(ours.log)))
         print("both stop with the same error" if is_same else "they end differently")
-        return 0 if is_same else 1
+        if not is_same:
+            return 1
     n_equal, n_compared, different = 0, 0, []
     for step in sorted(own.metrics.keys() | ours.metrics.keys()):
         before, after = own.metrics.get(step, {}), ours.metrics.get(step, {})
@@ -202,7 +203,7 @@ def compared(own, ours):
                 )
     print(f"{n_equal} of {n_compared} metrics that are not times are equal")
     print("\n".join(different[:10]))
-    return 0 if n_compared and not different else 1
+    return 0 if (n_compared or own.code) and not different else 1
 
 
 def _is_equal(before, after):

@@ -36,7 +36,7 @@ def wanted(model, folder, algorithm):
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": N_WORKERS,
         "trainer.total_epochs": 1,
-        "trainer.total_training_steps": 2,
+        "trainer.total_training_steps": 3,
         "trainer.val_before_train": False,
         "+trainer.val_before_train": False,
         "trainer.test_freq": -1,
