@@ -36,7 +36,7 @@ def main():
     parser.add_argument("checkout")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for each file")
     parser.add_argument("chosen", nargs="*", help="the files to run, without .py; all of them otherwise")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     checkout = Path(arguments.checkout).resolve()
     folders = [checkout / "tests" / folder for folder in FOLDERS]
     files = [file for folder in folders for file in sorted(folder.glob("test_*.py"))]

@@ -96,6 +96,8 @@ def environment(client, work, on):
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_agent_register_timeout_ms": "180000",
+        "RAY_worker_register_timeout_seconds": "300",
         "HYDRA_FULL_ERROR": "1",
     }
     return {**os.environ, **more, **client.get("environment", {})}

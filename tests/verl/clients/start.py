@@ -88,6 +88,8 @@ def adjusted(config, settings, given):
     for key, value in settings.items():
         parent, _, name = key.removeprefix("+").rpartition(".")
         node = OmegaConf.select(config, parent) if parent else config
+        if node is not None and name.endswith("micro_batch_size") and f"{name}_per_gpu" in node:
+            continue  # the client refuses to have both
         has_it = node is not None and (OmegaConf.is_missing(node, name) or node.get(name, missing) is not missing)
         if node is not None and (has_it or key.startswith("+")):
             OmegaConf.update(config, key.removeprefix("+"), value, force_add=True)

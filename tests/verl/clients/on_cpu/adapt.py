@@ -21,14 +21,9 @@ import engine  # beside this file
 STUBS = {"flash_attn", "flash_attn.bert_padding", "torchvision", "liger_kernel", "deepspeed"}
 
 
-def stubs():
-    """The names of the packages that are stubs if they are not installed."""
-    return STUBS | set(filter(None, os.environ.get("CLIENT_STUBS", "").split(",")))
-
-
 def is_stub(name):
     """Whether a module is a stub if it is not installed; of a package that was asked for, all modules are."""
-    asked_for = stubs() - STUBS
+    asked_for = filter(None, os.environ.get("CLIENT_STUBS", "").split(","))
     return name in STUBS or any(name == stub or name.startswith(stub + ".") for stub in asked_for)
 
 
@@ -218,6 +213,14 @@ def _with_torchs_attention(function):
     return call
 
 
+# --- verl ---
+
+
+def adapt_device(module):
+    module.is_cuda_available = True  # its functions look at this one
+    module.get_nccl_backend = lambda: "nccl"
+
+
 # --- metrics ---
 
 
@@ -314,6 +317,7 @@ ADAPTED = {
     "tensordict.base": adapt_tensordict,
     "transformers.models.auto.auto_factory": adapt_auto,
     "transformers.modeling_utils": adapt_modeling,
+    "verl.utils.device": adapt_device,
     "verl.utils.tracking": adapt_tracking,
     "verl.utils.logger.logger": adapt_tracking,
     "ray": adapt_ray,
