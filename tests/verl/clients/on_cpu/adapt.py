@@ -27,6 +27,17 @@ def is_stub(name):
     return name in STUBS or any(name == stub or name.startswith(stub + ".") for stub in asked_for)
 
 
+def with_engine(version):
+    """`importlib.metadata.version` that knows the stub of vLLM; trainers choose between interfaces by the version."""
+
+    @functools.wraps(version)
+    def call(name):
+        is_missing = name == "vllm" and is_stub(name) and importlib.util.find_spec(name).origin is None
+        return engine.VERSION if is_missing else version(name)
+
+    return call
+
+
 class Adapts:
     """An import finder that calls a function of `ADAPTED` once the module of that name is imported."""
 

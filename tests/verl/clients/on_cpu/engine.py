@@ -6,6 +6,8 @@ loaded from the trainer's. A run asks for it with ``CLIENT_STUBS=vllm``, if vLLM
 
 import types
 
+VERSION = "0.8.5"  # the one whose names these are
+
 
 class SamplingParams:
     """The parameters of sampling; those that have no meaning here are kept and not used."""
