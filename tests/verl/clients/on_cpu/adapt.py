@@ -82,6 +82,8 @@ class Stub:
 def _missing(module, name):
     if name.startswith("__"):
         raise AttributeError(name)
+    if f"{module}.{name}" in engine.NAMES:
+        return importlib.import_module(f"{module}.{name}")
     return type(name, (), {"__init__": functools.partialmethod(_refuse, module)})
 
 
