@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ CLIENTS = Path(__file__).parent / "verl" / "clients"
 sys.path.insert(0, str(CLIENTS))
 
 import names  # noqa: E402
+import own_tests  # noqa: E402
 import run  # noqa: E402
 import table  # noqa: E402
 
@@ -246,6 +248,34 @@ def test_two_runs_of_a_client_are_compared(result, capsys):
     assert run.compared(failed, result("alike", 1, "more\nKeyError: 'a'")) == 0
     assert run.compared(failed, result("otherwise", 1, "ValueError: 3")) == 1
     assert run.compared(own, failed) == 1
+    undefined = result("undefined", loss=float("nan"))
+    assert run.compared(undefined, result("undefined too", loss=float("nan"))) == 0
+
+
+def test_a_failure_is_told_by_its_cause(result):
+    """Ray and bandmaster pass a worker's error on in words of their own, and forward lines of many processes."""
+    own = "\x1b[36m(Task pid=7)\x1b[0m KeyError: 'a'\nray.exceptions.RayTaskError(KeyError): ray::step\n"
+    ours = "KeyError: 'a'\nbandmaster.errors.RemoteError: Worker.step failed on rank 1\n  OSError: of another one's\n"
+    assert run.cause(result("own", 1, own).log) == "KeyError: 'a'"
+    assert run.compared(result("own", 1, own), result("ours", 1, ours)) == 0
+
+
+def test_what_a_clients_own_test_did_is_read():
+    def read(inside):
+        return own_tests.outcome(ElementTree.fromstring(f'<testcase name="test_a">{inside}</testcase>'))
+
+    assert read("") == ("test_a", "passed")
+    assert read("<skipped/>") == ("test_a", "skipped")
+    assert read('<failure message="KeyError: 3&#10;more"/>') == ("test_a", "failed (KeyError: 3)")
+    assert read('<error message="ImportError: x"/>') == ("test_a", "failed (ImportError: x)")
+
+
+def test_clients_are_described_by_what_a_run_knows():
+    known = {"source", "package", "module", "call", "config", "settings", "rows", "stubs", "environment"}
+    for name, client in run.clients().items():
+        assert client.keys() <= known, name
+        assert client.get("call", "config") in ("config", "arguments"), name
+        assert "source" in client, name
 
 
 def test_nothing_of_a_run_is_left(tmp_path):

@@ -2,14 +2,17 @@
 
     python tests/verl/clients/run.py CHECKOUT [options] [key=value ...]
 
-CHECKOUT is the folder that contains the client's package verl; it is not changed, and nothing is fetched. The Python
-that runs this needs what the client needs, but for flash attention and vLLM, and bandmaster's own requirements.
-Further settings go to the client's configuration as they are. The README beside this file says more.
+CHECKOUT is a folder with the client's sources; it is not changed, and nothing is fetched. The Python that runs this
+needs what the client needs, but for flash attention and vLLM, and bandmaster's own requirements. What is particular to
+a client stands in `clients.json`. Further settings go to the client's configuration as they are. The README beside
+this file says more.
 """
 
 import argparse
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,45 +22,72 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[2] / "src"
 TIMES = ("timing", "perf/", "time/", "time_per", "throughput", "tflops", "memory", "mfu", "tokens_per_sec")
+PREFIX = re.compile(r"(\x1b\[\d+m)*\([^()]*pid=\d+[^()]*\)(\x1b\[\d+m)* ?")  # of a line that Ray forwards
+ERROR = re.compile(r"^[ |]*((?:\w+\.)*\w*(?:Error|Exception|Exit)(?:\[\w+\])?(?:: .*|)) *$")
+PASSED_ON = (
+    "RayTaskError",
+    "RayActorError",
+    "ActorDiedError",
+    "RemoteError",
+    "WorkerDied",
+    "CallCancelled",
+)
 
 
 def main():
-    arguments = parsed()
-    work = Path(arguments.work).resolve()
+    arguments, client = parsed()
+    work = Path(arguments.work).resolve() / arguments.name
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "sums.parquet").is_file():
-        subprocess.run([sys.executable, HERE / "tiny.py", work], check=True, env=environment(arguments, work, "tiny"))
-    results = {on: run(arguments, work, on) for on in arguments.on}
+        command = [sys.executable, HERE / "tiny.py", work.parent, work, json.dumps(client.get("rows", {}))]
+        subprocess.run(command, check=True, env=environment(client, work, "tiny"))
+    results = {on: run(arguments, client, work, on) for on in arguments.on}
     for on, result in results.items():
         print(result.line(on), flush=True)
     if len(results) == 2:
         sys.exit(compared(*results.values()))
-    sys.exit(max(result.code for result in results.values()))
+    sys.exit(max(abs(result.code) for result in results.values()))
+
+
+def clients():
+    """The descriptions of clients, by name."""
+    return json.loads((HERE / "clients.json").read_text())
 
 
 def parsed():
+    """The arguments of the command line, and the description of the client."""
+    known = clients()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", help="the folder that contains the client's package verl")
+    parser.add_argument("checkout", help="the folder with the client's sources")
+    parser.add_argument("--client", choices=list(known), help="a description in clients.json, if the client has one")
     parser.add_argument("--on", nargs="+", choices=["own", "bandmaster"], default=["own", "bandmaster"])
     parser.add_argument("--algorithm", choices=["gae", "grpo"], default="gae")
-    parser.add_argument("--module", default="verl.trainer.main_ppo", help="the trainer's module, with a function main")
-    parser.add_argument("--config", default="ppo_trainer", help="its configuration, in the folder config beside it")
+    parser.add_argument("--module", help="the trainer's module, with a function main (default: verl.trainer.main_ppo)")
+    parser.add_argument("--config", help="its configuration, in the folder config beside it (default: ppo_trainer)")
     parser.add_argument("--work", default="client-run", help="where the model, the rows and the output are put")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for each run")
     parser.add_argument("settings", nargs="*", help="settings of the client's configuration, as key=value")
     arguments = parser.parse_intermixed_args()
-    if not (Path(arguments.checkout) / "verl" / "__init__.py").is_file():
-        parser.error(f"{arguments.checkout} has no package verl; name the folder that contains it")
-    return arguments
+    client = {"package": ".", "module": "verl.trainer.main_ppo", "config": "ppo_trainer", "call": "config"}
+    client |= known.get(arguments.client, {})
+    client |= {key: value for key in ("module", "config") if (value := getattr(arguments, key))}
+    client["checkout"] = str(Path(arguments.checkout).resolve())
+    client["algorithm"] = arguments.algorithm
+    arguments.name = re.sub(r"\W+", "-", arguments.client or Path(client["checkout"]).name) + "-" + arguments.algorithm
+    package = Path(client["checkout"], client["package"])
+    if not (package / "verl" / "__init__.py").is_file():
+        parser.error(f"{package} has no package verl; name the folder that contains it")
+    return arguments, client
 
 
-def environment(arguments, work, on):
-    paths = [HERE / "on_cpu", Path(arguments.checkout).resolve(), SOURCES]
+def environment(client, work, on):
+    paths = [HERE / "on_cpu", Path(client["checkout"], client["package"]), SOURCES]
     more = {
         "CLIENT_RUN": on,
         "CLIENT_METRICS": str(work / f"{on}.jsonl"),
+        "CLIENT_STUBS": ",".join(client.get("stubs", [])) or os.environ.get("CLIENT_STUBS", ""),
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "PYTHONPYCACHEPREFIX": str(work / "bytecode"),
+        "PYTHONPYCACHEPREFIX": str(work.parent / "bytecode"),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1",
@@ -66,9 +96,11 @@ def environment(arguments, work, on):
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_agent_register_timeout_ms": "180000",
+        "RAY_worker_register_timeout_seconds": "300",
         "HYDRA_FULL_ERROR": "1",
     }
-    return {**os.environ, **more}
+    return {**os.environ, **more, **client.get("environment", {})}
 
 
 class Result:
@@ -81,28 +113,21 @@ class Result:
         ended = f"exit {self.code}" if self.code >= 0 else f"ended by signal {-self.code}"
         names = {name for metrics in self.metrics.values() for name in metrics}
         said = f"{on:10} {ended}, {len(self.metrics)} steps, {len(names)} metrics, {self.seconds:.0f} s, {self.log}"
-        return said + ("" if self.code == 0 else f"\n{'':10} {last_error(self.log)}")
+        return said + ("" if self.code == 0 else f"\n{'':10} {cause(self.log)}")
 
 
-def run(arguments, work, on):
+def run(arguments, client, work, on):
     metrics, log = work / f"{on}.jsonl", work / f"{on}.log"
     metrics.write_text("")
     switch = ["-m", "bandmaster.compat.verl"] if on == "bandmaster" else []
-    command = [
-        sys.executable,
-        *switch,
-        HERE / "start.py",
-        arguments.module,
-        arguments.config,
-        arguments.algorithm,
-        work,
-    ]
+    description = work / "client.json"
+    description.write_text(json.dumps({**client, "work": str(work), "given": arguments.settings}))
     begin = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*map(str, command), *arguments.settings],
+            [sys.executable, *switch, str(HERE / "start.py"), str(description)],
             cwd=work,
-            env=environment(arguments, work, on),
+            env=environment(client, work, on),
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -117,7 +142,10 @@ def run(arguments, work, on):
     controllers = {note["controller"] for note in noted if "controller" in note}
     expected = "bandmaster.single_controller.ray" if on == "bandmaster" else "verl.single_controller.ray"
     assert controllers <= {expected}, f"the run on {on} used {controllers}"
-    steps = {note["step"]: note["metrics"] for note in noted if "step" in note}
+    steps = {}
+    for note in noted:
+        if "step" in note:
+            steps.setdefault(note["step"], {}).update(note["metrics"])
     return Result(code, time.monotonic() - begin, log, steps)
 
 
@@ -142,19 +170,26 @@ def end(process, mark):
             continue  # it has ended, or is another user's
 
 
-def last_error(log):
-    """The last line of the log that names an error."""
+def errors(log):
+    """The errors that a log names, in order, without those that only pass an error on."""
+    lines = [PREFIX.sub("", line) for line in log.read_text(errors="replace").splitlines()]
+    named = [found.group(1).strip() for line in lines if (found := ERROR.match(line))]
+    return [error for error in named if not any(name in error.partition(":")[0] for name in PASSED_ON)]
+
+
+def cause(log):
+    """The last error that the log names, or its last line."""
     lines = log.read_text(errors="replace").splitlines()
-    named = [line.strip() for line in lines if "Error" in line or "error:" in line.lower()]
-    return (named or lines or ["no output"])[-1][:300]
+    return (errors(log) or lines or ["no output"])[-1][:300]
 
 
 def compared(own, ours):
-    """Print how the metrics compare. Returns the exit status: 0 if both ended alike and all metrics are equal."""
+    """Print how the runs compare. Returns the exit status: 0 if both ended alike and all metrics are equal."""
     if own.code or ours.code:
-        is_same = own.code == ours.code and last_error(own.log) == last_error(ours.log)
+        is_same = bool(own.code and ours.code) and bool(set(errors(own.log)[-1:]) & set(errors(ours.log)))
         print("both stop with the same error" if is_same else "they end differently")
-        return 0 if is_same else 1
+        if not is_same:
+            return 1
     n_equal, n_compared, different = 0, 0, []
     for step in sorted(own.metrics.keys() | ours.metrics.keys()):
         before, after = own.metrics.get(step, {}), ours.metrics.get(step, {})
@@ -162,7 +197,7 @@ def compared(own, ours):
             if any(word in name for word in TIMES):
                 continue
             n_compared += 1
-            if before.get(name) == after.get(name):
+            if name in before and name in after and _is_equal(before[name], after[name]):
                 n_equal += 1
             else:
                 different.append(
@@ -170,7 +205,11 @@ def compared(own, ours):
                 )
     print(f"{n_equal} of {n_compared} metrics that are not times are equal")
     print("\n".join(different[:10]))
-    return 0 if n_compared and not different else 1
+    return 0 if (n_compared or own.code) and not different else 1
+
+
+def _is_equal(before, after):
+    return before == after or (math.isnan(before) and math.isnan(after))
 
 
 if __name__ == "__main__":

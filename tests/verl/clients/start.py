@@ -12,9 +12,9 @@ from pathlib import Path
 N_WORKERS = 2
 
 
-def wanted(folder, algorithm):
+def wanted(model, folder, algorithm):
     """The settings, by key; those that the client's configuration does not have are left out."""
-    model, rows = str(folder / "model"), str(folder / "sums.parquet")
+    model, rows = str(model), str(folder / "sums.parquet")
     found = {
         "data.train_files": rows,
         "data.val_files": rows,
@@ -36,7 +36,7 @@ def wanted(folder, algorithm):
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": N_WORKERS,
         "trainer.total_epochs": 1,
-        "trainer.total_training_steps": 2,
+        "trainer.total_training_steps": 3,
         "trainer.val_before_train": False,
         "+trainer.val_before_train": False,
         "trainer.test_freq": -1,
@@ -88,6 +88,8 @@ def adjusted(config, settings, given):
     for key, value in settings.items():
         parent, _, name = key.removeprefix("+").rpartition(".")
         node = OmegaConf.select(config, parent) if parent else config
+        if node is not None and name.endswith("micro_batch_size") and f"{name}_per_gpu" in node:
+            continue  # the client refuses to have both
         has_it = node is not None and (OmegaConf.is_missing(node, name) or node.get(name, missing) is not missing)
         if node is not None and (has_it or key.startswith("+")):
             OmegaConf.update(config, key.removeprefix("+"), value, force_add=True)
@@ -97,19 +99,49 @@ def adjusted(config, settings, given):
     return config
 
 
-def main(module_name, config_name, algorithm, folder, *given):
-    import hydra
+def filled(value, client):
+    """A value of the description with the folders and the algorithm of this run in their places."""
+    if not isinstance(value, str):
+        return value
+    folder = Path(client["work"])
+    places = {"model": folder.parent / "model", "rows": folder / "sums.parquet", "work": folder}
+    for name, place in {**places, "checkout": client["checkout"], "algorithm": client["algorithm"]}.items():
+        value = value.replace("{" + name + "}", str(place))
+    return value
 
-    module = importlib.import_module(module_name)
-    configs = Path(module.__file__).parent / "config"
-    with hydra.initialize_config_dir(str(configs.resolve()), version_base=None):
-        config = hydra.compose(config_name)
-    config = adjusted(config, wanted(Path(folder), algorithm), given)
+
+def as_argument(value):
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def main(description):
+    client = json.loads(Path(description).read_text())
+    settings = {key: filled(value, client) for key, value in client.get("settings", {}).items()}
+    module = importlib.import_module(client["module"])
     import verl.single_controller.ray as controller
 
     with open(os.environ["CLIENT_METRICS"], "a") as file:
         file.write(json.dumps({"controller": controller.__name__, "file": controller.__file__}) + "\n")
-    module.main(config)
+    if client["call"] == "arguments":
+        settings |= dict(setting.split("=", 1) for setting in client["given"])
+        sys.argv = [module.__file__, *(f"{key}={as_argument(value)}" for key, value in settings.items())]
+        module.main()
+    else:
+        config = composed(client, module, settings)
+        module.main(config)
+
+
+def composed(client, module, settings):
+    """The client's configuration, with the settings for all clients, its own and those of the command line."""
+    import hydra
+
+    configs = Path(module.__file__).parent / "config"
+    with hydra.initialize_config_dir(str(configs.resolve()), version_base=None):
+        config = hydra.compose(client["config"])
+    folder = Path(client["work"])
+    common = wanted(folder.parent / "model", folder, client["algorithm"])
+    own = [f"{key}={as_argument(value)}" for key, value in settings.items()]
+    return adjusted(config, common, [*own, *client["given"]])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A Llama of 40,000 random weights, a tokenizer of words, and sums to be solved, all made here."""
 
+import json
 import random
 import sys
 from pathlib import Path
@@ -10,13 +11,23 @@ TEMPLATE = (
 )
 
 
-def main(folder):
+def main(folder, rows_folder, changes):
+    folder = Path(folder)
+    if not (folder / "model" / "model.safetensors").is_file():
+        _make_model(folder)
     import pandas
+
+    chosen = random.Random(0)
+    rows = [_row(index, chosen.randrange(10), chosen.randrange(10)) for index in range(32)]
+    rows = [{**row, **json.loads(changes)} for row in rows]
+    pandas.DataFrame(rows).to_parquet(Path(rows_folder) / "sums.parquet")
+
+
+def _make_model(folder):
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    folder = Path(folder)
     special = ["<pad>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>"]
     more = ["what", "is", "plus", "?", "####", "<answer>", "</answer>", "=", "+", "a", "b", "c"]
     words = [*special, *map(str, range(100)), *more]
@@ -41,9 +52,6 @@ def main(folder):
         tie_word_embeddings=False,
     )
     LlamaForCausalLM(config).save_pretrained(folder / "model")
-    chosen = random.Random(0)
-    rows = [_row(index, chosen.randrange(10), chosen.randrange(10)) for index in range(32)]
-    pandas.DataFrame(rows).to_parquet(folder / "sums.parquet")
 
 
 def _row(index, a, b):
@@ -59,4 +67,4 @@ def _row(index, a, b):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -5,16 +5,37 @@ n-th draw of a rank depends on its rank and n alone, so that two runs can be com
 though a run on CPUs does not need them are stubs, if they are not installed.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import json
 import math
 import os
+import socket
+import time
 from importlib.machinery import ModuleSpec
 
+import engine  # beside this file
+
 STUBS = {"flash_attn", "flash_attn.bert_padding", "torchvision", "liger_kernel", "deepspeed"}
-STUBS |= set(filter(None, os.environ.get("CLIENT_STUBS", "").split(",")))
+
+
+def is_stub(name):
+    """Whether a module is a stub if it is not installed; of a package that was asked for, all modules are."""
+    asked_for = filter(None, os.environ.get("CLIENT_STUBS", "").split(","))
+    return name in STUBS or any(name == stub or name.startswith(stub + ".") for stub in asked_for)
+
+
+def with_engine(version):
+    """`importlib.metadata.version` that knows the stub of vLLM; trainers choose between interfaces by the version."""
+
+    @functools.wraps(version)
+    def call(name):
+        is_missing = name == "vllm" and is_stub(name) and importlib.util.find_spec(name).origin is None
+        return engine.VERSION if is_missing else version(name)
+
+    return call
 
 
 class Adapts:
@@ -24,7 +45,7 @@ class Adapts:
         self.busy = set()
 
     def find_spec(self, name, path=None, target=None):
-        if name in self.busy or (name not in ADAPTED and name not in STUBS):
+        if name in self.busy or (name not in ADAPTED and not is_stub(name)):
             return None
         self.busy.add(name)
         try:
@@ -34,7 +55,7 @@ class Adapts:
         finally:
             self.busy.discard(name)
         if spec is None:
-            return ModuleSpec(name, Stub(), is_package=True) if name in STUBS else None
+            return ModuleSpec(name, Stub(), is_package=True) if is_stub(name) else None
         if name in ADAPTED:
             executes = spec.loader.exec_module
 
@@ -54,12 +75,15 @@ class Stub:
 
     def exec_module(self, module):
         module.__version__ = "0.0.0"
+        vars(module).update(engine.NAMES.get(module.__name__, {}))
         module.__getattr__ = functools.partial(_missing, module.__name__)
 
 
 def _missing(module, name):
     if name.startswith("__"):
         raise AttributeError(name)
+    if f"{module}.{name}" in engine.NAMES:
+        return importlib.import_module(f"{module}.{name}")
     return type(name, (), {"__init__": functools.partialmethod(_refuse, module)})
 
 
@@ -158,6 +182,17 @@ def adapt_fsdp(module):
     module._check_module_states_for_sync_module_states = lambda states: None  # it refuses states on the CPU
 
 
+def adapt_unshard(module):
+    """Gathered weights are on the CPU already; to move them there would release them."""
+    real = module._unshard_fsdp_state_params
+
+    @functools.wraps(real)
+    def unshard(module, state, writeback, rank0_only, offload_to_cpu, with_grads):
+        return real(module, state, writeback, rank0_only, False, with_grads)
+
+    module._unshard_fsdp_state_params = unshard
+
+
 def adapt_tensordict(module):
     module.TensorDictBase.to = _with_cpu(module.TensorDictBase.to)
 
@@ -189,6 +224,14 @@ def _with_torchs_attention(function):
         return function(cls, *args, **kwargs)
 
     return call
+
+
+# --- verl ---
+
+
+def adapt_device(module):
+    module.is_cuda_available = True  # its functions look at this one
+    module.get_nccl_backend = lambda: "nccl"
 
 
 # --- metrics ---
@@ -226,26 +269,68 @@ def adapt_ray(module):
     def init(*args, **kwargs):
         kwargs.update(num_cpus=100, num_gpus=8, include_dashboard=False, address="local")
         kwargs.setdefault("object_store_memory", 1 << 30)
-        for is_last in (False, False, True):  # a busy machine does not start it within Ray's 30 s
-            try:
-                return real(*args, **kwargs)
-            except Exception as error:
-                module.shutdown()
-                if is_last or "timed out during startup" not in str(error):
-                    raise
-        raise AssertionError("the last attempt returns or raises")
+        return real(*args, **kwargs)
 
     module.init = init
+    node, services = module._private.node.Node, module._private.services
+    node.start_monitor = node.start_api_server = lambda *_, **__: None  # two processes less to wait for
+    services.get_node = _patient(services.get_node)
+    node.__init__ = _with_ports(node.__init__)
+    node.start_ray_processes = _with_ports_said(node.start_ray_processes)
+
+
+def _with_ports(real):
+    """With ports for the agents of the node: Ray waits only 15 s for them to choose ports and to say which."""
+
+    @functools.wraps(real)
+    def call(self, ray_params, *args, **kwargs):
+        names = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                listener = stack.enter_context(socket.create_server(("", 0)))
+                setattr(ray_params, name, listener.getsockname()[1])
+        return real(self, ray_params, *args, **kwargs)
+
+    return call
+
+
+def _with_ports_said(real):
+    @functools.wraps(real)
+    def call(self, *args, **kwargs):
+        persist_port = importlib.import_module("ray._raylet").persist_port
+        for name in ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"):
+            persist_port(self._session_dir, self._node_id, name, getattr(self._ray_params, name))
+        return real(self, *args, **kwargs)
+
+    return call
+
+
+def _patient(get_node, n_attempts=8):
+    """Ray waits for 30 s for its own processes; a busy machine takes longer."""
+
+    @functools.wraps(get_node)
+    def call(*args, **kwargs):
+        for _ in range(n_attempts - 1):
+            try:
+                return get_node(*args, **kwargs)
+            except RuntimeError:
+                time.sleep(5)
+        return get_node(*args, **kwargs)
+
+    return call
 
 
 ADAPTED = {
+    "numpy": lambda module: module.random.seed(0),
     "torch": adapt_torch,
     "torch.distributed": adapt_distributed,
     "torch.distributed.device_mesh": adapt_device_mesh,
     "torch.distributed.fsdp._init_utils": adapt_fsdp,
+    "torch.distributed.fsdp._unshard_param_utils": adapt_unshard,
     "tensordict.base": adapt_tensordict,
     "transformers.models.auto.auto_factory": adapt_auto,
     "transformers.modeling_utils": adapt_modeling,
+    "verl.utils.device": adapt_device,
     "verl.utils.tracking": adapt_tracking,
     "verl.utils.logger.logger": adapt_tracking,
     "ray": adapt_ray,
