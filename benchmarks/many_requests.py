@@ -148,7 +148,7 @@ def on_plain_ray(n: int) -> dict[str, float]:
         async def sleep(self, seconds: float) -> None:
             await asyncio.sleep(seconds)
 
-    ray.init(num_cpus=N_WORKERS, log_to_driver=False, include_dashboard=False, object_store_memory=200 * 2**20)
+    ray.init("local", num_cpus=N_WORKERS, log_to_driver=False, include_dashboard=False, object_store_memory=200 * 2**20)
     actors = [ray.remote(max_concurrency=1000)(Answers).remote() for _ in range(N_WORKERS)]
     turn = iter(range(10**9))
 
