@@ -32,6 +32,15 @@ def test_it_is_a_module_too():
     assert (run.returncode, run.stdout) == (0, f"bandmaster {bm.__version__}\n"), run.stderr
 
 
+def test_output_that_nobody_reads_to_the_end_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)  # as `head` does when it has its lines
+    command = [sys.executable, "-m", "bandmaster", "plan", "8,8"]
+    run = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 # --- plan -------------------------------------------------------------------------------------------------------
 
 

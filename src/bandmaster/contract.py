@@ -1,4 +1,4 @@
-"""The waist: what a backend is (5 methods), and what the running workers of a group are (11 methods, 5 facts).
+"""The waist: what a backend is (5 methods), and what the running workers of a group are (12 methods, 5 facts).
 
 The core plans calls and never sees a socket. A backend carries payloads and never sees an axis or a protocol::
 

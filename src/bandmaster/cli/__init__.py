@@ -16,6 +16,8 @@ them with pure functions, and prints the result. A command's module is imported 
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -38,10 +40,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     try:
-        return _run(arguments)
+        status = _run(arguments)
+        sys.stdout.flush()
     except UsageError as error:
         print(f"bandmaster {arguments.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        if not _has_lost_its_reader():
+            raise
+        return 0
+    return status
+
+
+def _has_lost_its_reader() -> bool:
+    """Whether nobody reads standard output any more, as after ``| head``; what is left to write is dropped then."""
+    descriptor, output = sys.stdout.fileno(), select.poll()
+    output.register(descriptor, 0)  # errors alone
+    if not output.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return True
 
 
 def _run(arguments: argparse.Namespace) -> int:
