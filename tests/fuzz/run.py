@@ -129,8 +129,8 @@ class Groups:
             elif max(np.subtract(now, before)) > MOST_DESCRIPTORS:
                 gc.collect()  # what the program has dropped may hold rows until then
                 now = groups[0].descriptors()
-            if before is not None and max(np.subtract(now, before), default=0) > MOST_DESCRIPTORS:
-                raise Leak(f"the ranks of {groups[0]} have {now} descriptors, and had {before}")
+                if max(np.subtract(now, before)) > MOST_DESCRIPTORS:
+                    raise Leak(f"the ranks of {groups[0]} have {now} descriptors, and had {before}")
 
     def _close(self, groups):
         self._descriptors.pop(id(groups), None)
