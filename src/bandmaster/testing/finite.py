@@ -52,14 +52,11 @@ def finite(cls: Cls, methods: Collection[str] | None = None, allow_infinite: boo
         rank 1: log_probs returns ['log_probs'] with 1 infinite of 2 numbers, the first in row 0
     """
     known = registrations(cls)
-    for name in known if methods is None else methods:
+    named = known if methods is None else methods
+    for name in named:
         if name not in known:
             raise UsageError(f"{cls.__name__} has no registered method {name!r}{suggestion(name, known)}")
-    chosen = [
-        name
-        for name in (known if methods is None else methods)
-        if not isinstance(inspect.getattr_static(cls, name), (staticmethod, classmethod))
-    ]
+    chosen = [name for name in named if not isinstance(inspect.getattr_static(cls, name), (staticmethod, classmethod))]
     members: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     members |= {name: _checked(name, getattr(cls, name), allow_infinite) for name in chosen}
     return types.new_class(  # type: ignore[return-value]  # a subclass of cls
@@ -69,13 +66,14 @@ def finite(cls: Cls, methods: Collection[str] | None = None, allow_infinite: boo
 
 def _checked(name: str, method: Callable[..., Any], allow_infinite: bool) -> Callable[..., Any]:
     """A method that does what another one does, and looks at what goes in and out."""
+    signature = inspect.signature(method)
 
     def look(what: str, value: Any) -> Any:
         _look(f"{name} {what}", value, "", allow_infinite)
         return value
 
     def look_at_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        bound = inspect.signature(method).bind(*args, **kwargs).arguments
+        bound = signature.bind(*args, **kwargs).arguments
         for parameter, value in list(bound.items())[1:]:  # the first one is the worker
             look(f"gets {parameter}", value)
 
