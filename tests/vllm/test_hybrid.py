@@ -7,6 +7,7 @@ import pytest
 import tiny_model
 from engine_contract import Source
 from options import OPTIONS
+from yielding import Yielding
 
 import bandmaster as bm
 from bandmaster import rl
@@ -16,17 +17,11 @@ GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [14, 8], [20, 21, 22, 23, 24], [9] * 40]
 
 
-class Rollout(rl.VLLM):
+class Rollout(Yielding):
     """An engine that gives up its device in the turns of others."""
 
     def __init__(self, model):
         super().__init__(model, **OPTIONS)
-
-    async def on_yield(self):
-        await self.sleep()
-
-    async def on_resume(self):
-        await self.wake()
 
     @bm.register(bm.Dispatch.ONE_TO_ALL)
     def state(self):

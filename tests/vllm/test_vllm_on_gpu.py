@@ -8,6 +8,7 @@ import tiny_model
 import torch
 from engine_contract import Source
 from options import OPTIONS
+from yielding import Yielding
 
 import bandmaster as bm
 from bandmaster import rl
@@ -33,17 +34,11 @@ class Trainer(Source):
         return weight.detach().cpu()
 
 
-class Rollout(rl.VLLM):
+class Rollout(Yielding):
     """An engine that gives up its device in the turns of others."""
 
     def __init__(self, model):
         super().__init__(model, **OPTIONS)
-
-    async def on_yield(self):
-        await self.sleep()
-
-    async def on_resume(self):
-        await self.wake()
 
 
 def used_nbytes():
