@@ -1,6 +1,9 @@
 """What a worker knows of itself, and what torch needs to find its peers."""
 
+import errno
 import os
+import socket
+import struct
 
 import pytest
 
@@ -114,15 +117,30 @@ class Collective(bm.Worker):
 
 @pytest.mark.backends("local", "ray")
 def test_init_process_group_needs_no_arguments_and_its_port_cannot_be_taken(make_group):
-    import socket
-
     group = make_group(2, Collective)
     address = group.rendezvous()[0]
     with pytest.raises(OSError, match="in use"):
         socket.create_server(address)
     assert group.all_reduce() == [3.0, 3.0]
     group.leave()
+    assert not _can_connect_from(address), "another program's connection would keep the next process group from it"
     assert group.all_reduce() == [3.0, 3.0], "again, in a new process group"
+
+
+def _can_connect_from(address):
+    """Whether Linux would choose this port for a connection of a program that does not care which it gets."""
+    IP_LOCAL_PORT_RANGE = 51  # since Linux 6.3; Python 3.11 does not name it
+    with socket.create_server((address[0], 0)) as elsewhere, socket.socket() as connection:
+        try:
+            connection.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("HH", address[1], address[1]))
+        except OSError:
+            pytest.skip("this Linux cannot limit a connection to one port")
+        try:
+            connection.connect(elsewhere.getsockname())
+        except OSError as error:
+            assert error.errno == errno.EADDRNOTAVAIL
+            return False
+        return True
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ class SimulatedBackend(MachineBackend):
 
 
 class _Nowhere:
-    """Stands for the listening socket of a rendezvous."""
+    """Stands for a socket of a rendezvous."""
 
     def __enter__(self) -> Any:
         return self
@@ -183,7 +183,7 @@ class Installed:
         for module in (agent, handshake, link):
             self.replace(module, "socket", hosts.SocketModule())
         self.replace(host_workers, "lane_pair", net.socket_pair)
-        self.replace(host_workers, "listening_socket", lambda _: _Nowhere())
+        self.replace(host_workers, "rendezvous_sockets", lambda _: [_Nowhere()] * 2)
         self.replace(host_workers, "_output_of", lambda *_: None)
         for name, function in (
             ("interrupt", _interrupt), ("resume", _resume), ("stacks", _stacks), ("signs_of", _signs_of),

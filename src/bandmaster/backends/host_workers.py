@@ -34,7 +34,7 @@ from bandmaster.platform.math_threads import THREAD_VARIABLES
 from bandmaster.wire.lane import lane_pair
 from bandmaster.wire.lanes import LaneClient
 from bandmaster.wire.status_page import WorkerIdentity
-from bandmaster.worker_process.rendezvous import listening_socket, rendezvous_environment
+from bandmaster.worker_process.rendezvous import rendezvous_environment, rendezvous_sockets
 
 if TYPE_CHECKING:
     from bandmaster.output.streams import WorkerOutput
@@ -182,9 +182,9 @@ class HostWorkers(LaneClient):
                     for fd in output:
                         close_here.callback(os.close, fd)
                     if rank == 0:
-                        listening = close_here.enter_context(listening_socket(self._place.address))
-                        self.rendezvous = rendezvous_environment(self._place.address, listening.getsockname()[1])
-                        descriptors.append(listening.fileno())
+                        sockets = [close_here.enter_context(s) for s in rendezvous_sockets(self._place.address)]
+                        self.rendezvous = rendezvous_environment(*sockets[0].getsockname())
+                        descriptors += [sock.fileno() for sock in sockets]
                 pid = self._zygote.spawn(self._spawn_of(rank), descriptors, left_s)
             except NoAnswer as error:
                 if limit_s is None or time.monotonic() < began + limit_s:

@@ -266,8 +266,8 @@ class _Zygote:
 
 
 def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *other_fds: int) -> None:
-    """Turn this fork of the zygote into a worker; never returns. Only rank 0 gets a listening socket."""
-    listening_fds = other_fds if spawn.log_level is None else other_fds[1:]
+    """Turn this fork of the zygote into a worker; never returns. Only rank 0 gets the sockets of the rendezvous."""
+    rendezvous_fds = other_fds if spawn.log_level is None else other_fds[1:]
     try:
         os.setpgid(0, 0)  # so that the processes it starts can be killed with it
         prctl(_PR_SET_CHILD_SUBREAPER, 1)  # those that leave the group stay its descendants
@@ -296,15 +296,16 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
             install_breakpoints(identity, page.hold)
         executor = Executor(page.hold, page.activity)
         executor.prepare(spawn.context)
-        rendezvous = [Rendezvous(socket.socket(fileno=fd), executor.after) for fd in listening_fds]
+        sockets = [socket.socket(fileno=fd) for fd in rendezvous_fds]
+        rendezvous = Rendezvous(sockets, executor.after) if sockets else None
         page.told_of_tasks, executor.begins_event_loop = executor.told_of_tasks, page.has_event_loop
         tell_of_collectives(page)
         lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(kept_name(os.getpid())))
         os.register_at_fork(after_in_child=lane.socket.close)  # else a fork would hide this worker's end
         Loop(lane, executor, page, _answers).run()
         executor.close()
-        for one in rendezvous:
-            one.close()
+        if rendezvous is not None:
+            rendezvous.close()
     except BaseException:
         sys.excepthook(*sys.exc_info())
         os._exit(1)

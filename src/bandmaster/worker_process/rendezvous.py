@@ -1,4 +1,4 @@
-"""A rendezvous port for ``torch.distributed`` that no other process can take between its choice and its use.
+"""A rendezvous port for ``torch.distributed`` that no other process takes between its choice and its use.
 
 ::
 
@@ -9,15 +9,18 @@
 
 This module does not import torch by itself, and sets no unusual variables, so that processes which a worker starts
 behave as always. Once the process group is initialized, it alone owns the store: destroying the group ends the store,
-and a later `init_process_group()` makes a new one on the same port.
+and a later `init_process_group()` makes a new one on the same port. Until then a second socket, which is bound to the
+port and never listens, keeps Linux from giving the port to a connection or a server that does not care which it gets.
 
 Source: ``master_listen_fd`` and ``multi_tenant`` of ``torch.distributed.TCPStore``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from bandmaster.platform.after_import import AfterImport
@@ -25,16 +28,20 @@ from bandmaster.platform.after_import import AfterImport
 _MODULE = "torch.distributed.rendezvous"  # once it is loaded, stores can be made
 
 
-def listening_socket(host: str) -> socket.socket:
-    """Open a socket for `Rendezvous` that listens on a free port of ``host``, an address of this host.
+def rendezvous_sockets(host: str) -> tuple[socket.socket, socket.socket]:
+    """Open two sockets for `Rendezvous` on one free port of ``host``, an address of this host.
 
-    The caller owns the socket.
+    The first keeps the port, and the second listens on it. The caller owns them.
     """
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for the next store on this port
-    sock.bind((host, 0))
-    sock.listen(4096)
-    return sock
+    with contextlib.ExitStack() as if_it_fails:
+        keeps, listens = sockets = [if_it_fails.enter_context(socket.socket()) for _ in range(2)]
+        for sock in sockets:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that both can be bound to one port
+        keeps.bind((host, 0))
+        listens.bind(keeps.getsockname())
+        listens.listen(4096)
+        if_it_fails.pop_all()
+    return keeps, listens
 
 
 def rendezvous_environment(host: str, port: int) -> dict[str, str]:
@@ -46,7 +53,8 @@ class Rendezvous:
     """The rendezvous of one group, held by its rank 0.
 
     Args:
-        sock: A socket from `listening_socket`, which the rendezvous owns from now on. The other ranks connect to it.
+        sockets: Those of `rendezvous_sockets`, which the rendezvous owns from now on. The other ranks connect to the
+            second.
         after: The functions that are called after each method, `Executor.after`: one is among them as long as there is
             a store to hand over.
 
@@ -54,11 +62,11 @@ class Rendezvous:
         port: Port of the rendezvous.
     """
 
-    def __init__(self, sock: socket.socket, after: list[Any]) -> None:
+    def __init__(self, sockets: Sequence[socket.socket], after: list[Any]) -> None:
         self._store: Any = None
         self._after = after
-        self._socket: socket.socket | None = sock
-        self._host, self.port = sock.getsockname()
+        self._keeps, self._listens = sockets
+        self._host, self.port = self._keeps.getsockname()
         self._hook = AfterImport(_MODULE, self._start_store)
 
     def _hand_over(self, *_: object) -> None:
@@ -69,23 +77,21 @@ class Rendezvous:
             self._after.remove(self._hand_over)
 
     def close(self) -> None:
-        """Close the store and the socket, unless the store was handed over."""
+        """Close the sockets, and the store unless it was handed over."""
         self._store = None
         self._hook.cancel()
-        if self._socket is not None:
-            self._socket.close()
+        self._listens.close()
+        self._keeps.close()
 
     def _start_store(self) -> None:
         from torch.distributed import TCPStore
 
-        assert self._socket is not None, "the store is started once"
         self._store = TCPStore(
             self._host,
             self.port,
             is_master=True,
             wait_for_workers=False,
             multi_tenant=True,
-            master_listen_fd=self._socket.detach(),
+            master_listen_fd=self._listens.detach(),
         )
-        self._socket = None
         self._after.append(self._hand_over)

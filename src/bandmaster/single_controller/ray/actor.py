@@ -42,7 +42,7 @@ from bandmaster.wire.status_page import SPARE, StatusPage, WorkerIdentity, opene
 from bandmaster.worker import WorkerContext
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.loop import Loop
-from bandmaster.worker_process.rendezvous import Rendezvous, listening_socket
+from bandmaster.worker_process.rendezvous import Rendezvous, rendezvous_sockets
 
 __all__ = [
     "FIRST_NUMBER",
@@ -177,7 +177,7 @@ class WorkerActor:
         device = "cuda:0" if uses_gpu and count_gpus() else "cpu"
         port = 0
         if identity.rank == 0:
-            rendezvous = Rendezvous(listening_socket(address), self._executor.after)
+            rendezvous = Rendezvous(rendezvous_sockets(address), self._executor.after)
             port = rendezvous.port
         node, stderr = ray.get_runtime_context().get_node_id(), os.readlink("/proc/self/fd/2")
         self._is_detached = identity.is_detached
