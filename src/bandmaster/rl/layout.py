@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -86,6 +86,20 @@ class Box:
 
     def __str__(self) -> str:
         return f"[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"
+
+
+def in_buckets(specs: Mapping[str, Spec], nbytes: int) -> Iterator[list[str]]:
+    """Yield the names of tensors, in groups of about so many bytes."""
+    names: list[str] = []
+    n = 0
+    for name, (shape, dtype) in specs.items():
+        names.append(name)
+        n += math.prod(shape) * NBYTES[dtype]
+        if n >= nbytes:
+            yield names
+            names, n = [], 0
+    if names:
+        yield names
 
 
 def _between(start: Sequence[int], stop: Sequence[int]) -> Box:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from bandmaster import BandmasterError, ClosedError, UsageError, WorkerDied
-from bandmaster.rl.engine_weights.sync import EngineSync
+from bandmaster.rl.engine_weights.peers import Restores
 from bandmaster.rl.engine_weights.target import AwaitWeights
 
 LOG = logging.getLogger("bandmaster.rl")
@@ -26,7 +26,7 @@ class Healing:
         sync: Brings the weights.
     """
 
-    def __init__(self, sync: EngineSync) -> None:
+    def __init__(self, sync: Restores) -> None:
         self._sync, self._group = sync, sync.target
         self._is_whole = threading.Event()
         self._is_whole.set()
@@ -72,7 +72,7 @@ class Healing:
 
     def _replace(self, rank: int) -> str:
         """Replace what has died. Returns which weights it has, for the log."""
-        held = self._sync.held
+        held = self._sync.present()
         state = None if held is None else AwaitWeights(held.version)
         spans_ranks = self._group.world_size > self._sync.n_replicas
         for n_left in reversed(range(N_TRIES)):

@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
-import logging
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from secrets import randbits
 from typing import Any, NamedTuple
 
 from bandmaster import LayoutError, RemoteError, UsageError, WorkerDied
 from bandmaster.rl.engine_weights.checkpoint import FLOATS
 from bandmaster.rl.engine_weights.packing import Piece
+from bandmaster.rl.engine_weights.peers import Asked, Held, Restores, values_of, whole_box
 from bandmaster.rl.engine_weights.target import EngineDied, Expected, NoBase, PauseMode
 from bandmaster.rl.group_sync import N_BUCKETS, layout_of, replicas_in
-from bandmaster.rl.layout import Box, Layout, Spec
+from bandmaster.rl.layout import Layout, Spec
 from bandmaster.rl.resharding import Resharding, reshard
 
 HEAL_S = 600.0  # for the replacement of a replica, when all have died
 IN_FLIGHT = ("keep", "wait", "abort")
-LOG = logging.getLogger(__name__)
-Asked = dict[int, Any]  # futures or values, by replica
-
-
-class Held(NamedTuple):
-    """The weights that replicas have.
-
-    Attributes:
-        sync: Identifies the sync that has brought them.
-        version: Their version.
-    """
-
-    sync: int
-    version: Any
 
 
 class Begun(NamedTuple):
@@ -67,7 +52,7 @@ class NoneLeft(Exception):
         self.error = error
 
 
-class EngineSync:
+class EngineSync(Restores):
     """Brings weights to engines; see `WeightSync`.
 
     Args:
@@ -84,12 +69,6 @@ class EngineSync:
         plan: The moves from the ranks of the source to a replica.
         sent_nbytes: Bytes that the last sync has sent, each once, however many replicas read them.
         held: The weights that the replicas have; None before the first sync.
-        lock: Held during a sync, and while a replica is replaced.
-        on_engine_death: Called with the number of a replica whose engine has died and with the error, though its worker
-            lives, if replicas that died are left out.
-        has_healed: Notified when replicas were replaced, or could not be.
-        n_healed: How often it was notified.
-        heals_succeed: Whether the last replacement has succeeded.
     """
 
     def __init__(
@@ -103,13 +82,13 @@ class EngineSync:
         is_kept: bool,
         spares_dead: bool = False,
     ) -> None:
-        self.source, self.target = source, target
+        self.source = source
         self._is_delta, self._is_kept, self._spares_dead = is_delta, is_kept, spares_dead
         given, said = layout_of(source, from_ranks), target.expected_weights.all().result()
         self.specs = _agreed(said, target.name) or dict(given.tensors)
         self._dtypes = {name: dtype for name, (_, dtype) in self.specs.items()}
         self.plan: Resharding = reshard(_cast(given, self.specs), _whole(self.specs))
-        self.n_replicas = len(said)
+        super().__init__(target, len(said), bucket_nbytes)
         self._buckets = [
             [tuple((m.name, m.box) for m in moves if m.sender == s) for s in range(given.n_ranks)]
             for moves in self.plan.buckets(bucket_nbytes)
@@ -117,10 +96,6 @@ class EngineSync:
         self._replicas = replicas_in(self.plan) if is_compared else None
         self.sent_nbytes = 0
         self.held: Held | None = None
-        self.lock = threading.Lock()
-        self.has_healed = threading.Condition()
-        self.n_healed, self.heals_succeed = 0, True
-        self.on_engine_death: Callable[[int, BaseException], None] = lambda replica, error: None
 
     def run(self, version: Any, in_flight: PauseMode) -> None:
         """Bring the weights of the source to all replicas, and wait until they use them."""
@@ -157,29 +132,25 @@ class EngineSync:
             self.lock.release()
             future.set_result(None)
 
+    def present(self) -> Held | None:
+        """Return the weights that the replicas have; None before the first sync."""
+        return self.held
+
     def restore(self, replica: int) -> str:
-        """Bring the weights that the others have to a replica that was replaced. The lock is held.
-
-        Returns:
-            The place from which they came.
-
-        Raises:
-            UsageError: There are none, or none that could be had.
-        """
+        """Bring the weights that the others have, or that the source keeps; see `Restores.restore`."""
         if self.held is None:
             raise UsageError("there was no sync yet, so a replica that was replaced has the weights of the others")
-        peers = [other for other in range(self.n_replicas) if other != replica]
-        for peer in peers:
-            with contextlib.suppress(RemoteError, WorkerDied):
-                self._restore(replica, self._from_peer(peer))
-                return f"replica {peer}"
+        if peer := self.restore_from_peer(replica, self.held, self.specs):
+            return peer
         if not self._is_kept:
             raise UsageError(
                 f"no other replica of {self.target.name} has the weights of the last sync, and the source keeps no "
                 "copy of them; sync again, or let it keep one by rl.WeightSync(..., delta=True) or heals=True"
             )
         sync = self.held.sync
-        self._restore(replica, ((self._pack(bucket, sync, None), bucket) for bucket in self._buckets))
+        self.give(
+            replica, self.held, self.specs, ((self._pack(bucket, sync, None), bucket) for bucket in self._buckets)
+        )
         return self.source.name  # type: ignore[no-any-return]
 
     # --- steps ---
@@ -224,18 +195,18 @@ class EngineSync:
         try:
             alive, addresses = self._stage(begun, list(range(self.n_replicas)))
         except BaseException:
-            self._quietly("revert_weights", range(self.n_replicas), begun.sync)
+            self.quietly("revert_weights", range(self.n_replicas), begun.sync)
             raise
         self._use(alive, begun.sync, version, in_flight, addresses)
 
     def _stage(self, begun: Begun, alive: list[int]) -> tuple[list[int], Asked]:
         """Stage all buckets. Returns the replicas that have them, and the addresses in their memory."""
         sync, base = begun.sync, self.held.sync if self._is_delta and self.held is not None else None
-        places = self._ask("weights_place", alive, lambda _: ())
+        places = self.ask("weights_place", alive, lambda _: ())
         alive = self._without_dead(*places)
-        values, errors = self._ask("begin_weights", alive, lambda r: (sync, base, self.specs, places[0][r]))
+        values, errors = self.ask("begin_weights", alive, lambda r: (sync, base, self.specs, places[0][r]))
         lacking = [r for r, error in errors.items() if _is(NoBase, error)]
-        more, others = self._ask("begin_weights", lacking, lambda r: (sync, None, self.specs, places[0][r]))
+        more, others = self.ask("begin_weights", lacking, lambda r: (sync, None, self.specs, places[0][r]))
         others.update({r: error for r, error in errors.items() if r not in lacking})
         alive = self._without_dead({**values, **more}, others)
         addresses: Asked = {}
@@ -247,7 +218,7 @@ class EngineSync:
                     rows[is_whole] = begun.rows[number]
                 else:
                     rows[is_whole] = self._pack(bucket, sync, None if is_whole else base, number == 0)
-            asked = {r: self._sent("stage_weights", r, rows[r in lacking], bucket, sync) for r in alive}
+            asked = {r: self.sent("stage_weights", r, rows[r in lacking], bucket, sync) for r in alive}
             in_transit.append((asked, list(rows.values())))
             if len(in_transit) >= N_BUCKETS:
                 alive = self._staged(*in_transit.pop(0), alive, addresses)
@@ -261,7 +232,7 @@ class EngineSync:
             if (error := rows.exception()) is not None:
                 raise error  # not that of a replica, which would be left out
             self.sent_nbytes += rows.nbytes
-        values, errors = _values(asked)
+        values, errors = values_of(asked)
         addresses.update(values)
         found = self._without_dead(values, errors)
         return [r for r in alive if r in found]
@@ -270,39 +241,17 @@ class EngineSync:
         """Have replicas use what they have staged: all of them, or none but those that die meanwhile."""
         errors: dict[int, BaseException] = {}
         try:
-            _, errors = self._ask("use_weights", alive, lambda r: (sync, version, in_flight, addresses.get(r, "")))
+            _, errors = self.ask("use_weights", alive, lambda r: (sync, version, in_flight, addresses.get(r, "")))
             failed = [error for error in errors.values() if not isinstance(error, WorkerDied)]
             if failed:
                 raise failed[0]
         except BaseException:
-            self._quietly("revert_weights", alive, sync)
+            self.quietly("revert_weights", alive, sync)
             raise
         if len(errors) < len(alive):
             self.held = Held(sync, version)
-        self._quietly("confirm_weights", [r for r in alive if r not in errors], sync)
+        self.quietly("confirm_weights", [r for r in alive if r not in errors], sync)
         self._without_dead(alive, errors)
-
-    def _restore(self, replica: int, rows: Iterable[tuple[Any, Sequence[Sequence[Piece]]]]) -> None:
-        assert self.held is not None
-        sync, version = self.held
-        place = self._sent("weights_place", replica).result()
-        self._sent("begin_weights", replica, sync, None, self.specs, place).result()
-        address = ""
-        for some, pieces in rows:
-            address = self._sent("stage_weights", replica, some, pieces, sync).result()
-        self._sent("use_weights", replica, sync, version, "keep", address).result()
-        self._quietly("confirm_weights", [replica], sync)
-
-    def _from_peer(self, peer: int) -> Iterator[tuple[Any, Sequence[Sequence[Piece]]]]:
-        """Yield the rows of a replica, and the pieces in them: each tensor whole, in the buckets of the plan."""
-        assert self.held is not None
-        seen: set[str] = set()
-        for bucket in self._buckets:
-            names = [name for name in dict.fromkeys(name for some in bucket for name, _ in some) if name not in seen]
-            seen.update(names)
-            if names:
-                asked = self.target.give_weights.options(replica=peer).map([names], self.held.sync, chunk=1)
-                yield asked.future, [[(name, _whole_box(self.specs[name])) for name in names]]
 
     # --- messages ---
 
@@ -316,21 +265,6 @@ class EngineSync:
             return []
         names, firsts = self._replicas
         return [self.source.weights_checksums.submit(names), firsts]
-
-    def _sent(self, method: str, replica: int, *arguments: Any) -> Any:
-        return getattr(self.target, method).options(replica=replica)(*arguments)
-
-    def _ask(
-        self, method: str, replicas: Iterable[int], arguments: Callable[[int], tuple[Any, ...]]
-    ) -> tuple[Asked, dict[int, BaseException]]:
-        """Send a request to replicas, and wait. Returns their values, and the errors of the others."""
-        return _values({r: self._sent(method, r, *arguments(r)) for r in replicas})
-
-    def _quietly(self, method: str, replicas: Iterable[int], sync: int) -> None:
-        """Send a request to replicas, and log errors: they have others behind them, or do no harm."""
-        with contextlib.suppress(Exception):  # the group may be closed
-            for replica, error in self._ask(method, replicas, lambda _: (sync,))[1].items():
-                LOG.debug("%s of replica %d of %s: %s", method, replica, self.target.name, error)
 
     def _without_dead(self, found: Iterable[int], errors: Mapping[int, BaseException]) -> list[int]:
         """The replicas that have answered.
@@ -348,17 +282,6 @@ class EngineSync:
         if not left and errors:
             raise NoneLeft(next(iter(errors.values())))
         return left
-
-
-def _values(asked: Asked) -> tuple[Asked, dict[int, BaseException]]:
-    values: Asked = {}
-    errors: dict[int, BaseException] = {}
-    for replica, future in asked.items():
-        try:
-            values[replica] = future.result()
-        except Exception as error:
-            errors[replica] = error
-    return values, errors
 
 
 def _is(kind: type[BaseException], error: BaseException) -> bool:
@@ -400,9 +323,4 @@ def _cast(given: Layout, wanted: Mapping[str, Spec]) -> Layout:
 
 def _whole(specs: Mapping[str, Spec]) -> Layout:
     """The layout of one rank that has all tensors whole."""
-    return Layout(specs, [{name: _whole_box(spec) for name, spec in specs.items()}])
-
-
-def _whole_box(spec: Spec) -> Box:
-    shape, _ = spec
-    return Box((0,) * len(shape), tuple(shape))
+    return Layout(specs, [{name: whole_box(spec) for name, spec in specs.items()}])

@@ -57,6 +57,20 @@ class Expected(NamedTuple):
     specs: dict[str, Spec] | None
 
 
+class HeldWeights(NamedTuple):
+    """The weights that a replica has.
+
+    Attributes:
+        sync: Identifies the sync that has brought them.
+        version: Their version.
+        specs: Their tensors.
+    """
+
+    sync: int
+    version: Any
+    specs: dict[str, Spec]
+
+
 class AwaitWeights(NamedTuple):
     """The state that `replace` gives to a new replica which is to answer nothing until it has weights.
 
@@ -240,6 +254,12 @@ class TakesWeights(Worker):
         self._called_off = sync
         self._switch = asyncio.create_task(self._go_back(sync, self._switch))
         await asyncio.shield(self._switch)
+
+    @register(Dispatch.REQUEST, concurrency=CONTROL)
+    async def held_weights(self) -> HeldWeights | None:
+        """Return which weights this replica has; None before the first sync."""
+        used = self._used
+        return None if used is None else HeldWeights(used.sync, self.weights_version, used.specs)
 
     @register(Dispatch.REQUEST, concurrency=CONTROL)
     async def give_weights(self, names: Sequence[Sequence[str]], sync: int) -> list[Packed]:

@@ -31,10 +31,10 @@ from bandmaster.rl.engines.answers import Answer
 from bandmaster.rl.engines.completions import Conversation, Prompt
 from bandmaster.rl.engines.interface import Engine
 from bandmaster.rl.engines.sampling import Sampling
-from bandmaster.rl.engines.vllm_checkpoint import checkpoint_weights, model_folder, some_at_a_time
+from bandmaster.rl.engines.vllm_checkpoint import checkpoint_weights, model_folder
 from bandmaster.rl.engines.vllm_plugin import WEIGHTS
 from bandmaster.rl.engines.vllm_values import DEFAULT_VERSION, answers_of, metrics_of, sampling_params
-from bandmaster.rl.layout import Spec
+from bandmaster.rl.layout import Spec, in_buckets
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from bandmaster.rl.engines.vllm_chat import ChatFormat
 
+AT_A_TIME_NBYTES = 256 << 20  # of the weights that are loaded in one call of vLLM
 DEAD_LOAD = 1e9  # reported by a replica whose engine has died, so that requests go elsewhere
 
 
@@ -406,7 +407,7 @@ class VLLM(Engine):
         rpc = self._rpc if self._engine is None else self._engine.collective_rpc
         await rpc("start_weight_update")
         try:
-            for names in some_at_a_time(weights):
+            for names in in_buckets(weights.specs, AT_A_TIME_NBYTES):
                 await rpc("update_weights", kwargs={"update_info": {"address": weights.address, "names": names}})
         except BaseException:
             if self._engine is not None and self._config.parallel_config.world_size > 1:

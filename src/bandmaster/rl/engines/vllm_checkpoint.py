@@ -1,17 +1,15 @@
-"""The checkpoint of vLLM's model: its folder, its weights, and names in groups that are loaded at a time."""
+"""The checkpoint of vLLM's model: its folder, and its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from math import prod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bandmaster.rl.engine_weights.staged import StagedWeights
-from bandmaster.rl.layout import NBYTES, Spec
+from bandmaster.rl.layout import Spec
 
 FIRST = 0  # the number of the sync of weights that no sync has brought
-AT_A_TIME_NBYTES = 256 << 20
 
 
 def model_folder(config: Any) -> Path | None:
@@ -47,17 +45,3 @@ def checkpoint_weights(folder: Path, specs: Mapping[str, Spec]) -> StagedWeights
             for name in opened.keys():  # noqa: SIM118  # not a dict
                 weights[name].copy_(opened.get_tensor(name))
     return weights
-
-
-def some_at_a_time(weights: StagedWeights) -> Iterator[list[str]]:
-    """Yield the names of weights in groups of about 256 MiB."""
-    names: list[str] = []
-    nbytes = 0
-    for name, (shape, dtype) in weights.specs.items():
-        names.append(name)
-        nbytes += prod(shape) * NBYTES[dtype]
-        if nbytes >= AT_A_TIME_NBYTES:
-            yield names
-            names, nbytes = [], 0
-    if names:
-        yield names
