@@ -143,7 +143,7 @@ def main() -> None:
     options = parser.parse_args()
     sys.path[:0] = [str(TESTS), str(TESTS.parent)]
     import tiny_model
-    from options import OPTIONS
+    from small_vllm import OPTIONS
 
     n_rounds = 1 if options.smoke else options.rounds
     n = 16 if options.smoke else N_PROMPTS

@@ -163,7 +163,7 @@ def main() -> None:
         return
     sys.path[:0] = [str(TESTS), str(TESTS.parent)]
     import chat_model
-    from options import OPTIONS
+    from small_vllm import OPTIONS
 
     engine = {**OPTIONS, "max_model_len": 1024}
     n_rounds, n, n_clients = (1, 20, 10) if options.smoke else (options.rounds, options.requests, N_CLIENTS)

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import tiny_model
 from engine_contract import Source
-from options import OPTIONS
+from small_vllm import OPTIONS
 from yielding import Yielding
 
 import bandmaster as bm

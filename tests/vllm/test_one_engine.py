@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from options import OPTIONS
+from small_vllm import OPTIONS
 from safetensors.torch import save_file
 
 import bandmaster as bm
@@ -100,7 +100,7 @@ import sys
 import time
 import bandmaster as bm
 from bandmaster import rl
-from options import OPTIONS
+from small_vllm import OPTIONS
 
 if __name__ == "__main__":
     with bm.ResourcePool([1]) as pool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from options import OPTIONS
+from small_vllm import OPTIONS
 
 import bandmaster as bm
 from bandmaster import rl

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from options import OPTIONS
+from small_vllm import OPTIONS
 
 import bandmaster as bm
 from bandmaster import Dispatch, register, rl

@@ -12,7 +12,7 @@ import pytest
 import tiny_model
 from engine_contract import *  # noqa: F403  # its tests are of this module
 from engine_contract import Kit, Source
-from options import OPTIONS
+from small_vllm import OPTIONS
 
 import bandmaster as bm
 from bandmaster import Dispatch, register, rl

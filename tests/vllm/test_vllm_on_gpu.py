@@ -7,7 +7,7 @@ import pytest
 import tiny_model
 import torch
 from engine_contract import Source
-from options import OPTIONS
+from small_vllm import OPTIONS
 from yielding import Yielding
 
 import bandmaster as bm

@@ -12,7 +12,7 @@ import pytest
 import tiny_model
 import torch
 from engine_contract import Source, versions_of
-from options import OPTIONS
+from small_vllm import OPTIONS
 
 import bandmaster as bm
 from bandmaster import Dispatch, register, rl

@@ -144,6 +144,14 @@ class PeerWeights(Restores):
             raise UsageError(f"no other replica of {self.target.name} could give its weights; bring new ones to all")
         return place
 
+    def level(self) -> None:
+        """Bring the weights that were given last to replicas that have others."""
+        with self.lock:
+            said, _ = self.ask("held_weights", range(self.n_replicas), lambda _: ())
+            last = max((one.sync for one in said.values() if one is not None), default=None)
+            for replica in [r for r, one in said.items() if (None if one is None else one.sync) != last]:
+                self.restore(replica)
+
     def _found(self) -> Any:
         """The `HeldWeights` of the replicas that have been given weights last."""
         said, _ = self.ask("held_weights", range(self.n_replicas), lambda _: ())
