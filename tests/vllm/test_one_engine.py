@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from small_vllm import OPTIONS
 from safetensors.torch import save_file
+from small_vllm import OPTIONS
 
 import bandmaster as bm
 from bandmaster import rl
