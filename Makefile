@@ -8,7 +8,7 @@ export PIP_COMPILE := 0
 export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-fast test-all test-deploy test-hosts test-hosts-fast test-verl test-verl-fast test-vllm lint grpo ppo soak fuzz simulate mutants bench bench-verl bench-rlhf bench-requests bench-engines bench-hosts dist docs clean
+.PHONY: demo test test-fast test-all test-deploy test-hosts test-hosts-fast test-verl test-verl-fast test-verl-rollouts test-vllm lint grpo ppo soak fuzz simulate mutants bench bench-verl bench-rlhf bench-requests bench-engines bench-hosts dist docs clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -96,6 +96,13 @@ ON ?= bandmaster
 test-verl: $(VERL)/.ready
 	$(VERL)/bin/python tests/verl/run.py $(VERL) $(ON) $(VERL_TESTS)
 
+test-verl-rollouts: $(VERL)/.trainers  ## verl's own trainers with a group of engines as their rollout, of which a replica dies in each run
+	$(VERL)/bin/python tests/verl/rollouts.py $(ROLLOUTS)
+
+$(VERL)/.trainers: $(VERL)/.ready tests/verl/requirements-trainers.txt
+	$(VERL_PIP) install --constraint constraints.txt --requirement tests/verl/requirements-trainers.txt
+	touch $@
+
 # Those of them that take a few seconds each.
 FAST_VERL_TESTS := test_get_set_dispatch_collect_cpu test_fused_workers_on_cpu test_driverfunc_to_worker \
 	test_auto_padding_on_cpu test_decorator_on_cpu test_ray_local_envs_on_cpu
@@ -126,8 +133,9 @@ $(VLLM)/.ready: pyproject.toml constraints.txt tests/vllm/requirements.txt bench
 	$(VLLM_PIP) install --no-deps --editable .
 	touch $@
 
-bench-verl: $(VERL)/.ready  ## the calls of verl's trainers on verl and on bandmaster, in turn
+bench-verl: $(VERL)/.trainers  ## calls of verl's trainers, and requests of its agent loops, on verl and on bandmaster, in turn
 	$(VERL)/bin/python tests/verl/figures.py
+	PYTHONPATH=src $(VERL)/bin/python tests/verl/hot_path.py
 
 bench-rlhf: $(VERL)/.ready  ## a step of GRPO on bandmaster, plain Ray and verl, in turn
 	$(VERL)/bin/python benchmarks/rlhf/grpo_step.py $(BENCH_OPTIONS)

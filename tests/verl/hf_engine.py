@@ -1,6 +1,9 @@
 """An engine of transformers on the CPU, as verl's trainers can use it where no vLLM is installed."""
 
 import asyncio
+import os
+import signal
+from pathlib import Path
 
 import torch
 
@@ -13,17 +16,17 @@ class HuggingFaceEngine(rl.Engine):
     Args:
         model: Path of the model.
         max_model_len: Most tokens of a prompt with its answer.
-        says_so: Whether to print each change of the weights.
+        dies: A file. If it is not there, replica 1 makes it and dies in the middle of its tenth answer.
     """
 
-    def __init__(self, model, max_model_len=256, says_so=False):
+    def __init__(self, model, max_model_len=256, dies=None):
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(self.rank)
         self.model = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager", dtype=torch.float32)
         self.vocab_size, self.max_model_len = self.model.config.vocab_size, max_model_len
         self._end = self.model.config.eos_token_id
-        self._says_so = says_so
+        self._dies, self._n_answers = dies, 0
         self._may_run = asyncio.Event()
         self._may_run.set()
         self._is_asleep = False
@@ -41,7 +44,8 @@ class HuggingFaceEngine(rl.Engine):
             yield part
 
     async def _parts(self, prompt, sampling):
-        n_aborts = self._n_aborts
+        self._n_answers += 1
+        n_aborts, number = self._n_aborts, self._n_answers
         generator = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
         for n in range(sampling.max_tokens):
             await asyncio.sleep(0)
@@ -52,6 +56,9 @@ class HuggingFaceEngine(rl.Engine):
             if n_aborts != self._n_aborts and n:
                 yield rl.Answer([], [], [], "abort")
                 return
+            if self._dies and self.rank == 1 and number == 10 and n and not os.path.exists(self._dies):
+                Path(self._dies).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
             with torch.no_grad():
                 logits = self.model(torch.tensor([prompt])).logits[0, -1].float()
             log_probs = logits.log_softmax(-1)
@@ -97,5 +104,3 @@ class HuggingFaceEngine(rl.Engine):
     def load_weights(self, weights):
         missing = self.model.load_state_dict(dict(weights), strict=False)
         assert not missing.missing_keys and not missing.unexpected_keys, missing
-        if self._says_so:
-            print(f"replica {self.rank} has new weights", flush=True)

@@ -25,10 +25,11 @@ manager. Without that class, verl's own client sends the requests, after asking 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import ray
@@ -83,7 +84,10 @@ class Engines(NamedTuple):
         """
         ids = [int(token) for token in prompt_ids]
         sampling = self._sampling(params, len(ids))
-        (answer,) = await self.group.request.options(**self.limits, **where)(ids, sampling)
+        options = {**self.limits, **where}
+        if "replica" in options:
+            options.pop("retries")  # which would be sent to another one
+        (answer,) = await self.group.request.options(**options)(ids, sampling)
         versions = answer.versions or [None]
         return TokenOutput(
             token_ids=answer.tokens,
@@ -181,7 +185,10 @@ class EngineHandle(NamedTuple):
         self, request_id: str, prompt_ids: Any, sampling_params: Mapping[str, Any], **more: Any
     ) -> TokenOutput:
         _check_text(more)
-        return await self.engines.answer(prompt_ids, sampling_params, replica=self.replica)
+        try:
+            return await self.engines.answer(prompt_ids, sampling_params, replica=self.replica)
+        except bm.WorkerDied:  # the balancer does not know it
+            return await self.engines.answer(prompt_ids, sampling_params, key=request_id)
 
 
 # --- the training worker's side ---
@@ -205,7 +212,8 @@ def _note_lead(worker: object, replica_rank: int, lead: _Lead) -> None:
 class ServerAdapter(base.BaseRollout):  # type: ignore[misc]
     """Brings the weights of a training worker to the replica on its devices, and has the replica sleep and wake.
 
-    The first worker of each replica does so; the others only take part in gathering the weights.
+    The first worker of each replica does so; the others only take part in gathering the weights. If the replica dies,
+    the worker goes on: the one that takes its place is awake, and gets the weights of the others.
     """
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
@@ -220,18 +228,18 @@ class ServerAdapter(base.BaseRollout):  # type: ignore[misc]
     async def resume(self, tags: Sequence[str]) -> None:
         """Take the memory of the replica's device back, with the first of its parts that verl asks for."""
         if "weights" in tags:
-            await self._ask("wake")
+            with _said_if_it_dies():
+                await self._ask("wake")
 
     async def release(self) -> None:
         """Free the memory of the replica's device."""
-        await self._ask("sleep")
+        with _said_if_it_dies():
+            await self._ask("sleep")
 
     async def update_weights(
         self, weights: Any, wire_format: str = "named_tensors", global_steps: int | None = None, **more: Any
     ) -> None:
         """Bring weights to the replica, which uses them when it has all.
-
-        If the replica dies meanwhile, nothing is raised: the one in its place gets the weights of the others.
 
         Raises:
             UsageError: The weights are changes, or those of an adapter.
@@ -244,11 +252,9 @@ class ServerAdapter(base.BaseRollout):  # type: ignore[misc]
             )
         self._n_syncs += 1
         tensors = _each(weights)
-        try:
-            if self._is_first:
+        if self._is_first:
+            with _said_if_it_dies():
                 await self._send(tensors, 0 if global_steps is None else global_steps)
-        except bm.WorkerDied as error:
-            print(f"bandmaster: {error}; it gets weights when it was replaced", file=sys.stderr)
         async for _ in tensors:  # on all ranks, as each tensor is gathered from all
             pass
 
@@ -287,6 +293,15 @@ class ServerAdapter(base.BaseRollout):  # type: ignore[misc]
             raise UsageError(f"replica {self._replica_rank} of the rollout {NAME!r} was not started yet")
         engines, replica = _leads[self._replica_rank]
         return await getattr(engines.group, method).options(replica=replica)(*args)
+
+
+@contextlib.contextmanager
+def _said_if_it_dies() -> Iterator[None]:
+    """Report the death of a replica, and go on."""
+    try:
+        yield
+    except bm.WorkerDied as error:
+        print(f"bandmaster: {error}; training goes on, as the replica is replaced", file=sys.stderr)
 
 
 async def _each(weights: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
