@@ -39,7 +39,7 @@ EXIT_S = 2.0  # time for the zygote to end all workers and itself
 ALONE_EXIT_S = 60.0  # the same once the controller has ended: large processes on a busy machine take long to die
 ORPHANS_S = 0.05  # how often to look for orphans that still run
 MESSAGE_NBYTES = 150 * 1024
-MAX_DESCRIPTORS = 6  # of a spawn request: lane, standard output and error, log, listening socket, file
+MAX_DESCRIPTORS = 7  # of a spawn request: lane, standard output and error, log, two sockets of the rendezvous, file
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
