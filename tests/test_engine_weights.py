@@ -16,7 +16,9 @@ import bandmaster as bm
 from bandmaster import Dispatch, register, rl
 from bandmaster.rl.engine_weights.changes import changes, patch
 from bandmaster.rl.engine_weights.checkpoint import as_engine_has_them, checkpoint_specs
+from bandmaster.rl.engine_weights.healing import Healing
 from bandmaster.rl.engine_weights.packing import pack_pieces, unpack_pieces
+from bandmaster.rl.engine_weights.peers import PeerWeights
 from bandmaster.rl.engine_weights.staged import StagedWeights
 from bandmaster.rl.layout import Box
 
@@ -530,6 +532,51 @@ def test_replicas_that_die_are_replaced_and_get_traffic_at_the_right_version(sou
     told = [record.getMessage() for record in caplog.records if record.name == "bandmaster.rl"]
     assert len(told) == 4, "each death is told of once"
     assert all("died, and was replaced in" in one for one in told)
+
+
+@pytest.mark.backends("local")
+def test_replicas_heal_by_their_peers_whoever_has_brought_the_weights(source, mortal, caplog):
+    engine = mortal
+    weights = PeerWeights(engine, 2)
+    healing = Healing(weights)
+    weights.level()  # there are none yet
+    sync = rl.WeightSync(source, engine)
+    with caplog.at_level(logging.WARNING, "bandmaster.rl"):
+        for version in (1, 2):
+            source.step(version, size=0.1)
+            sync(version=version)
+            os.kill(engine.process()[version % 2], signal.SIGKILL)
+            for replica in range(2):
+                ask = engine.request.options(replica=replica, min_version=version, timeout=DEADLINE_S)
+                while True:
+                    try:
+                        assert ask([1]).result()[0].versions == [version]
+                        break
+                    except bm.WorkerDied:
+                        assert healing.wait(DEADLINE_S)
+            assert_has(engine, source, version)
+    told = [record.getMessage() for record in caplog.records if record.name == "bandmaster.rl"]
+    assert ["of the weights from replica" in one for one in told] == [True, True], told
+    engine.replace(0)  # without weights, as one that has missed a sync
+    weights.level()
+    assert_has(engine, source, 2)
+
+
+@pytest.mark.backends("local")
+def test_weights_that_no_replica_has_any_more_are_an_error_and_not_those_of_the_beginning(source, mortal):
+    engine = mortal
+    weights = PeerWeights(engine, 2)
+    healing = Healing(weights)
+    rl.WeightSync(source, engine)(version=1)
+    weights.level()
+    for process in engine.process():
+        os.kill(process, signal.SIGKILL)
+    with pytest.raises(bm.WorkerDied):
+        engine.request.options(timeout=DEADLINE_S)([1]).result()
+    with pytest.raises(bm.UsageError, match=r"no replica of .* that is left has weights; bring new ones to all"):
+        while healing.wait(DEADLINE_S):
+            engine.healthy  # noqa: B018  # it is told of deaths then
+    assert not engine.healthy
 
 
 @pytest.mark.backends("local")

@@ -46,6 +46,7 @@ from bandmaster.errors import UsageError
 from bandmaster.rl.engine_weights.healing import Healing
 from bandmaster.rl.engine_weights.packing import pack_pieces
 from bandmaster.rl.engine_weights.peers import BUCKET_NBYTES, PeerWeights, whole_box
+from bandmaster.rl.engine_weights.target import Overtaken
 from bandmaster.rl.layout import Spec
 
 __all__ = ["AgentLoops", "EngineReplica", "ServerAdapter"]
@@ -86,7 +87,7 @@ class Engines(NamedTuple):
         sampling = self._sampling(params, len(ids))
         options = {**self.limits, **where}
         if "replica" in options:
-            options.pop("retries")  # which would be sent to another one
+            options.pop("retries", None)  # which would be sent to another one
         (answer,) = await self.group.request.options(**options)(ids, sampling)
         versions = answer.versions or [None]
         return TokenOutput(
@@ -297,10 +298,12 @@ class ServerAdapter(base.BaseRollout):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def _said_if_it_dies() -> Iterator[None]:
-    """Report the death of a replica, and go on."""
+    """Report the death of a replica, or that it was replaced, and go on: it gets the weights of the others."""
     try:
         yield
-    except bm.WorkerDied as error:
+    except (bm.WorkerDied, bm.RemoteError) as error:
+        if not isinstance(error, bm.WorkerDied) and not isinstance(error.__cause__, Overtaken):
+            raise
         print(f"bandmaster: {error}; training goes on, as the replica is replaced", file=sys.stderr)
 
 

@@ -77,7 +77,8 @@ class Healing:
         spans_ranks = self._group.world_size > self._sync.n_replicas
         for n_left in reversed(range(N_TRIES)):
             try:
-                if spans_ranks or n_left == 0:  # the ranks of a replica have one process group for good
+                # the ranks of a replica have one process group for good; and a restart takes the weights of the peers
+                if spans_ranks or (n_left == 0 and self._sync.has_source):
                     self._group.restart(state)
                     replicas = list(range(self._sync.n_replicas))
                 else:

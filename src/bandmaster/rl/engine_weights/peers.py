@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 from bandmaster import RemoteError, UsageError, WorkerDied
 from bandmaster.rl.engine_weights.packing import Piece
+from bandmaster.rl.engine_weights.target import HeldWeights
 from bandmaster.rl.layout import Box, Spec, in_buckets
 
 BUCKET_NBYTES = 64 << 20
+N_TRIES = 3  # to get weights of peers, to which new ones may come meanwhile
 LOG = logging.getLogger(__name__)
 Rows = Iterable[tuple[Any, Sequence[Sequence[Piece]]]]  # rows of packed pieces, or futures of some, and their pieces
 Asked = dict[int, Any]  # futures or values, by replica
@@ -45,6 +47,7 @@ class Restores:
         bucket_nbytes: Bytes that a replica gives at a time.
 
     Attributes:
+        has_source: Whether weights can come from elsewhere than from other replicas.
         lock: Held during a sync, and while a replica is replaced.
         on_engine_death: Called with the number of a replica whose engine has died and with the error, though its worker
             lives, if replicas that died are left out.
@@ -52,6 +55,8 @@ class Restores:
         n_healed: How often it was notified.
         heals_succeed: Whether the last replacement has succeeded.
     """
+
+    has_source = True
 
     def __init__(self, target: Any, n_replicas: int, bucket_nbytes: int = BUCKET_NBYTES) -> None:
         self.target, self.n_replicas, self._bucket_nbytes = target, n_replicas, bucket_nbytes
@@ -127,35 +132,52 @@ class Restores:
 
 
 class PeerWeights(Restores):
-    """Gives a replica the weights of the others, whoever has brought them to these."""
+    """Gives a replica the weights of the others, whoever has brought them to these, and may do so at the same time."""
+
+    has_source = False
+    _is_synced = False  # whether a replica has had weights
 
     def present(self) -> Held | None:
-        """Return the weights that a replica was given last; None before the first sync."""
-        found = self._found()
-        return None if found is None else Held(found.sync, found.version)
+        """Return the weights that a replica was given last; None before the first sync.
+
+        Raises:
+            UsageError: No replica that is left has them.
+        """
+        last = self._last(self._said())
+        return None if last is None else Held(last.sync, last.version)
 
     def restore(self, replica: int) -> str:
         """Bring the weights that the others have to a replica that was replaced; see `Restores.restore`."""
-        found = self._found()
-        if found is None:
-            raise UsageError(f"no replica of {self.target.name} has weights; bring new ones to all of them")
-        place = self.restore_from_peer(replica, Held(found.sync, found.version), found.specs)
-        if not place:
-            raise UsageError(f"no other replica of {self.target.name} could give its weights; bring new ones to all")
-        return place
+        for _ in range(N_TRIES):
+            said = self._said()
+            last, own = self._last(said), said.get(replica)
+            if last is None or (own is not None and own.sync == last.sync):
+                return "whoever brings them"
+            if place := self.restore_from_peer(replica, Held(last.sync, last.version), last.specs):
+                return place
+        raise UsageError(f"no other replica of {self.target.name} could give its weights; bring new ones to all")
 
     def level(self) -> None:
         """Bring the weights that were given last to replicas that have others."""
         with self.lock:
-            said, _ = self.ask("held_weights", range(self.n_replicas), lambda _: ())
-            last = max((one.sync for one in said.values() if one is not None), default=None)
-            for replica in [r for r, one in said.items() if (None if one is None else one.sync) != last]:
+            said = self._said()
+            last = self._last(said)
+            for replica in [
+                r for r, one in said.items() if last is not None and (one is None or one.sync != last.sync)
+            ]:
                 self.restore(replica)
 
-    def _found(self) -> Any:
-        """The `HeldWeights` of the replicas that have been given weights last."""
-        said, _ = self.ask("held_weights", range(self.n_replicas), lambda _: ())
-        return max((one for one in said.values() if one is not None), key=lambda one: one.sync, default=None)
+    def _said(self) -> dict[int, HeldWeights | None]:
+        """The weights that each replica says it has."""
+        return self.ask("held_weights", range(self.n_replicas), lambda _: ())[0]
+
+    def _last(self, said: Mapping[int, HeldWeights | None]) -> HeldWeights | None:
+        """The weights that came last."""
+        found = max(filter(None, said.values()), key=lambda one: one.sync, default=None)
+        self._is_synced = self._is_synced or found is not None
+        if found is None and self._is_synced:
+            raise UsageError(f"no replica of {self.target.name} that is left has weights; bring new ones to all")
+        return found
 
 
 def values_of(asked: Asked) -> tuple[Asked, dict[int, BaseException]]:

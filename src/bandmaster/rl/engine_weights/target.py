@@ -47,6 +47,10 @@ class EngineDied(UsageError):
     """The engine of a replica has died, though its worker lives."""
 
 
+class Overtaken(UsageError):
+    """Another sync to a replica has begun, or the replica was replaced."""
+
+
 class Expected(NamedTuple):
     """The tensors that a replica takes.
 
@@ -371,7 +375,7 @@ class TakesWeights(Worker):
 
     def _of_sync(self, sync: int) -> StagedWeights:
         if self._incoming is None or self._incoming.sync != sync:
-            raise UsageError(
+            raise Overtaken(
                 "this rank does not have the earlier buckets of this sync: another sync to this group has begun since, "
                 "or the rank was replaced. It keeps the weights that it uses; sync again, and let one rl.WeightSync to "
                 "a group end before the next one begins"
