@@ -13,7 +13,7 @@ from hosts import spread
 import bandmaster as bm
 from bandmaster import Dispatch, UsageError, register, rl
 from bandmaster.contract import Signs
-from bandmaster.watching.life import Life
+from bandmaster.watching.calls import Life
 
 DEADLINE = 30
 AFTER = 0.5

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from bandmaster.flow.stream import Stream
     from bandmaster.flow.waiting import as_completed, wait
     from bandmaster.requests.map import Mapped
-    from bandmaster.requests.map_result import FailedRows, PartialResult
+    from bandmaster.requests.map_rows import FailedRows, PartialResult
     from bandmaster.tracing.ledger import Trace, trace
     from bandmaster.tracing.records import CallRecord, CallTable, RankTimes
     from bandmaster.watching.watch import Stall, stalls
@@ -70,9 +70,9 @@ _hide_library_frames()
 _MODULES = {  # of the names of features
     "CallRecord": "tracing.records",
     "CallTable": "tracing.records",
-    "FailedRows": "requests.map_result",
+    "FailedRows": "requests.map_rows",
     "Mapped": "requests.map",
-    "PartialResult": "requests.map_result",
+    "PartialResult": "requests.map_rows",
     "RankTimes": "tracing.records",
     "Stall": "watching.watch",
     "Stream": "flow.stream",

@@ -12,7 +12,7 @@ from typing import Any
 from bandmaster.cli.discovery import Group, discover
 from bandmaster.cli.names import complaints_about, named, ranges
 from bandmaster.contract import Signs
-from bandmaster.watching.life import BUSY
+from bandmaster.watching.calls import BUSY
 from bandmaster.watching.notice import RankFacts, places
 from bandmaster.wire.status_page import signs_of, stacks
 

@@ -12,8 +12,7 @@ from bandmaster.calls.progress import progress
 from bandmaster.calls.result import WaitedFor, note_calls
 from bandmaster.contract import Workers
 from bandmaster.errors import CallTimeout
-from bandmaster.flow.arrivals import Arrival
-from bandmaster.flow.feed import Feed
+from bandmaster.flow.feed import Arrival, Feed
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -37,7 +37,7 @@ from bandmaster.lifecycle.checks import (
 )
 from bandmaster.lifecycle.construction import replace_worker, start_workers
 from bandmaster.lifecycle.death_watch import DeathWatch
-from bandmaster.lifecycle.open_groups import open_groups
+from bandmaster.lifecycle.open_groups import add_group, close_former, open_groups
 from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.plan.mesh import Mesh
 from bandmaster.platform.locks import check_not_held
@@ -124,11 +124,11 @@ class GroupOf(AnyGroup, Generic[W]):
         self._constructor = encode_constructor(cls, args, kwargs)
         is_default = name is None and name_prefix is None
         self._ownership = Ownership(self, name or f"{prefix}{cls.__name__}")
-        open_groups.add(self, self._ownership.name, is_default)
+        add_group(self, self._ownership.name, is_default)
         try:
             self._set_up(cls, pool, *own_meshes)
             if name is not None:
-                for former in open_groups.close_former(self):
+                for former in close_former(self):
                     former._pool._give_back(pool)
             slots = pool._occupy(self, self._name, self._ownership.when_closed)
             names = tuple(f"{self._name}_{slot.node_rank}:{slot.local_rank}" for slot in slots)
@@ -151,7 +151,7 @@ class GroupOf(AnyGroup, Generic[W]):
             with self._renewal():
                 self._start(self._launch)
             if watch is not None and self._ownership.workers().arrivals is not None:  # else the methods run here
-                self._ownership.when_closed(watch.look_soon)
+                self._ownership.when_closed(watch.soon.set)
                 watch.begin(self._ownership, self._submitter.work, self)
         except BaseException:
             self._ownership.close()
@@ -396,4 +396,4 @@ def close_all() -> None:
         >>> pool
         <closed ResourcePool([2], backend='inprocess')>
     """
-    close_each([*open_groups.all(), *open_pools()])
+    close_each([*open_groups(), *open_pools()])

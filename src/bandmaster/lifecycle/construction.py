@@ -157,10 +157,8 @@ class _Construction:
             raise CallTimeout(site.method, call.missing, options.timeout or 0.0, call.stacks(), START_ADVICE)
         error = None if call.done is None else call.done.error
         if type(error) is RemoteError:
-            axes = launch.mesh.shown_axes
-            raise ConstructorError(
-                error.method, error.failures, error.coordinates, error.group, axes
-            ) from error.__cause__
+            where, axes = error.coordinates, launch.mesh.shown_axes
+            raise ConstructorError(error.method, error.failures, where, error.group, axes) from error.__cause__
         if error is not None:
             raise error
 

@@ -10,65 +10,42 @@ import itertools
 import logging
 import threading
 import weakref
-from typing import Any, Protocol
-
-from bandmaster.lifecycle.ownership import Ownership
+from typing import Any
 
 _log = logging.getLogger(__name__)
+_groups: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in this order
+_lock = threading.RLock()  # re-entrant, as a finalizer may construct a group at any point
 
 
-class OpenGroup(Protocol):
-    """The members of a group that this module uses."""
+def add_group(group: Any, name: str, is_default: bool) -> None:
+    """Add a group that is being constructed, and set its name.
 
-    _name: str
-    _ownership: Ownership
-    _pool: Any
-
-    def close(self) -> None:
-        """Release its workers and slots."""
-
-
-class OpenGroups:
-    """The groups that are open or being constructed; only weak references to them are kept."""
-
-    def __init__(self) -> None:
-        self._groups: weakref.WeakKeyDictionary[OpenGroup, None] = weakref.WeakKeyDictionary()  # in the order of `add`
-        self._lock = threading.RLock()  # re-entrant, as a finalizer may construct a group at any point
-
-    def add(self, group: OpenGroup, name: str, is_default: bool) -> str:
-        """Add a group that is being constructed.
-
-        Args:
-            group: The group.
-            name: Its name.
-            is_default: Whether a number is added to the name if an open group has it.
-
-        Returns:
-            Its name.
-        """
-        with self._lock:
-            taken, n, base = {other._name for other in self.all()}, 1, name
-            while is_default and name in taken:
-                n += 1
-                name = f"{base}-{n}"
-            group._name = group._ownership.name = name
-            self._groups[group] = None
-        return name
-
-    def all(self) -> list[OpenGroup]:
-        """The groups that are open."""
-        with self._lock:
-            return [group for group in list(self._groups) if group._ownership.is_open]
-
-    def close_former(self, group: OpenGroup) -> list[OpenGroup]:
-        """Close the open groups that got the name of a new one before it. Returns them."""
-        former = itertools.takewhile(lambda other: other is not group, self.all())
-        closed = [other for other in former if other._name == group._name]
-        for other in closed:
-            _log.info("group %r is closed, because a new group of that name replaces it", group._name)
-            other._ownership.why_closed = ", because a new group of that name replaced it; use that one"
-            other.close()
-        return closed
+    Args:
+        group: The group; only a weak reference to it is kept.
+        name: Its name.
+        is_default: Whether a number is added to the name if an open group has it.
+    """
+    with _lock:
+        taken, n, base = {other._name for other in open_groups()}, 1, name
+        while is_default and name in taken:
+            n += 1
+            name = f"{base}-{n}"
+        group._name = group._ownership.name = name
+        _groups[group] = None
 
 
-open_groups = OpenGroups()  # of this process
+def open_groups() -> list[Any]:
+    """The groups that are open."""
+    with _lock:
+        return [group for group in list(_groups) if group._ownership.is_open]
+
+
+def close_former(group: Any) -> list[Any]:
+    """Close the open groups that got the name of a new one before it. Returns them."""
+    former = itertools.takewhile(lambda other: other is not group, open_groups())
+    closed = [other for other in former if other._name == group._name]
+    for other in closed:
+        _log.info("group %r is closed, because a new group of that name replaces it", group._name)
+        other._ownership.why_closed = ", because a new group of that name replaced it; use that one"
+        other.close()
+    return closed

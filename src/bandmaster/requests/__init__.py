@@ -6,6 +6,6 @@
     RequestStream ──► GeneratorRequest, and then ItemsRequest after ItemsRequest to the same replica
     Future        ◄── Request ◄── replies, read by the thread that waits, or by LoopReader in an event loop
 
-    RequestMethod.map ──► parts (pure) ──► MapFeed, a feed of `flow`: the next request when one has ended ──► Router
+    RequestMethod.map ──► map_rows  ──► MapFeed, a feed of `flow`: the next request when one has ended ──► Router
     Mapped: part by part, or the whole ◄──────┘
 """

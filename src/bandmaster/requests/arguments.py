@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from bandmaster.calls.future import Claim, Future, claims_of
-from bandmaster.calls.hooks import CallTrace
-from bandmaster.calls.request import CallSite, encode_group
-from bandmaster.calls.row_arguments import RowsElsewhere
+from bandmaster.calls.request import encode_group
 from bandmaster.codec import Payload
-from bandmaster.contract import Reply, WorkerCall, Workers
 from bandmaster.errors import ArgumentError
 from bandmaster.plan.arguments import ArgumentGroup
 from bandmaster.plan.batch import Portion
-
-
-class Asks(Protocol):
-    """A request, as far as its arguments know it; see `bandmaster.requests.request.Request`."""
-
-    workers: Workers
-    site: CallSite
-    keeps_rows: bool
-    record: CallTrace | None
 
 
 class Arguments(NamedTuple):
@@ -73,29 +61,6 @@ class Arguments(NamedTuple):
     def beside(self, others: Arguments) -> Arguments:
         """These, and arguments that several requests have in common."""
         return Arguments((*others.payloads, *self.payloads), (*self.rows, *others.rows), [*self.claims, *others.claims])
-
-    def call(self, request: Asks, ranks: Sequence[int], method: str) -> WorkerCall:
-        """The call with these arguments. The rows of the futures are there.
-
-        Args:
-            request: The request that has them.
-            ranks: The ranks that are to run it.
-            method: The workers' name of the method.
-
-        Raises:
-            Exception: That of a future; rows were released; or there is no memory for the arguments.
-        """
-        workers, record, label = request.workers, request.record, request.site.method
-        reply, is_timed = Reply.KEEP if request.keeps_rows else Reply.RETURN, record is not None
-        if not self.rows:
-            return WorkerCall(ranks, method, tuple(workers.put(self.payloads)), reply, (), is_timed)
-        elsewhere, groups = RowsElsewhere(label, workers), range(len(self.rows))
-        payloads = [*self.payloads, *[encode_group(group, label) for group in elsewhere.addressed(self.rows)]]
-        rows = elsewhere.named(groups, [part.placed(workers) for part in elsewhere.parts])
-        if record is not None:
-            elsewhere.note_in(record)
-        parts, needed = tuple(workers.put(payloads)), elsewhere.needed(groups)
-        return WorkerCall(ranks, method, parts, reply, rows, is_timed, needed)
 
 
 def check_has_rows(value: Any, name: str, method: str) -> None:

@@ -37,7 +37,7 @@ class RequestFuture(Future[T]):
         if not request.is_done:
             from bandmaster.requests.reader import LoopReader  # with asyncio, a third of the import time of the library
 
-            reader, timeout_s = LoopReader.of_this_loop(), request.site.limits().timeout
+            reader, timeout_s = LoopReader.of(), request.site.limits().timeout
             if request.target.retries or not request.is_sent:
                 request.router.advance_in(reader)
             timer = None

@@ -14,7 +14,7 @@ from bandmaster.errors import UsageError
 from bandmaster.plan.binding import bind
 from bandmaster.requests.arguments import Arguments
 from bandmaster.requests.future import RequestFuture
-from bandmaster.requests.parts import MapOptions
+from bandmaster.requests.map_rows import MapOptions
 from bandmaster.requests.request import Request
 from bandmaster.requests.router import Router
 from bandmaster.requests.stream import GeneratorRequest, RequestStream
@@ -156,8 +156,7 @@ class RequestMethod(MethodOfGroup, Generic[P, G]):
             [1, 2, 3]
             [(0, 'X?'), (1, 'Y?')]
         """
-        from bandmaster.requests.map import open_map
-        from bandmaster.requests.map_feed import MapFeed
+        from bandmaster.requests.map import MapFeed, open_map
 
         spec, how = self._spec, MapOptions(maxsize, on_error, in_flight, chunk, group_by)
         router, site = Router.of(self._submitter, spec), self._submitter.site(spec.name, self._options)

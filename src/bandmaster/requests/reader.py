@@ -41,18 +41,14 @@ class LoopReader:
         return loop
 
     @classmethod
-    def of(cls, loop: Any) -> LoopReader:
-        """The reader of an event loop."""
+    def of(cls, loop: Any = None) -> LoopReader:
+        """The reader of an event loop; by default of the one that runs in this thread."""
+        loop = loop or asyncio.get_running_loop()
         reader: LoopReader | None = getattr(loop, _READER, None)
         if reader is None:
             reader = cls(loop)
             setattr(loop, _READER, reader)
         return reader
-
-    @classmethod
-    def of_this_loop(cls) -> LoopReader:
-        """The reader of the event loop that runs in this thread."""
-        return cls.of(asyncio.get_running_loop())
 
     def add(self, request: Request) -> asyncio.Future[None]:
         """Read until a request is done. Returns the future that is done then, or when `tell` is called with it."""

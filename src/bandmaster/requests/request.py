@@ -5,23 +5,24 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
 
+from bandmaster.calls.escalation import DEATH_PATIENCE_S, PATIENCE_S, Escalation, Step
 from bandmaster.calls.future import Future
 from bandmaster.calls.hooks import CallTrace, hooks
 from bandmaster.calls.outcome import error_of
 from bandmaster.calls.progress import progress
-from bandmaster.calls.request import CallSite
+from bandmaster.calls.request import CallSite, encode_group
 from bandmaster.calls.result import Done, Result, RowsResult, late, wait_for_all
+from bandmaster.calls.row_arguments import RowsElsewhere
 from bandmaster.codec import decode
-from bandmaster.contract import Report, Ticket, Workers
+from bandmaster.contract import Reply, Report, Ticket, WorkerCall
 from bandmaster.errors import CallCancelled, CallTimeout, ResourceError
-from bandmaster.errors.failure import Failure, FailureKind
+from bandmaster.errors.failure import Failure, FailureKind, is_in_debugger
 from bandmaster.platform.deadline import Deadline
 from bandmaster.requests.arguments import Arguments
-from bandmaster.requests.stragglers import Stragglers
-from bandmaster.requests.target import ANY, Target
+from bandmaster.requests.target import ANY
 from bandmaster.rows.kept import KeptPart, KeptRows
 
 _SENDING_AGAIN = threading.Lock()  # held for a moment
@@ -82,44 +83,6 @@ class Replica:
         self.load.open.pop(request, None)
 
 
-class SendsRequests(Protocol):
-    """The router of a method, as far as its requests know it; see `bandmaster.requests.router`."""
-
-    workers: Workers
-    is_idempotent: bool
-
-    @property
-    def can_advance(self) -> bool:
-        """Whether a request that waits may get a place now."""
-
-    def advance(self) -> None:
-        """Send what can be sent."""
-
-    def advance_in(self, reader: Any) -> None:
-        """Send requests that wait for a place, now and later, in the event loop of a reader."""
-
-    def send(self, request: Request, chosen: Sequence[Replica]) -> None:
-        """Send a request to some replicas."""
-
-    def why_waiting(self, target: Target) -> str:
-        """The reason why requests wait for a place, and what to do."""
-
-    def has_ended(self, request: Request) -> None:
-        """Free the places of a request."""
-
-    def note_deaths(self, ranks: Iterable[int]) -> None:
-        """Note that ranks have died, as replies say."""
-
-    def send_again(self, request: Request, replicas: Sequence[Replica]) -> None:
-        """Have a request wait for a place again, as its replica has died."""
-
-    def stacks(self, tickets: Mapping[int, Ticket]) -> Mapping[int, str]:
-        """The Python stacks of ranks."""
-
-    def withdraw(self, request: Request) -> None:
-        """Take back a request that waits for a place."""
-
-
 class Request(RowsResult):
     """One request.
 
@@ -132,7 +95,7 @@ class Request(RowsResult):
         arguments: Its arguments, until its result was made.
         parents: The futures of the rows that it takes, as far as these may be missing, or of calls that it is behind.
         target: Where it may go, and how often.
-        router: The router that has chosen its replica, or will.
+        router: The `Router` that has chosen its replica, or will; its module imports this one.
         replicas: The replicas that run it; empty as long as it waits for a place.
         tickets: The ticket of each rank, once it is sent.
         is_done: Whether its ranks have replied, or never will. Set by one assignment, by any thread.
@@ -158,7 +121,7 @@ class Request(RowsResult):
         self,
         site: CallSite,
         arguments: Arguments,
-        router: SendsRequests,
+        router: Any,
         keeps_rows: bool = False,
         tell_map: Callable[[Request], object] | None = None,
     ) -> None:
@@ -185,6 +148,29 @@ class Request(RowsResult):
             self.record = hooks.trace(self.site.group, self.site.method, self.workers)
             self.record.is_request = True
             self.record.is_encoded(0 if self.arguments is None else self.arguments.nbytes)
+
+    def call(self, arguments: Arguments, ranks: Sequence[int], method: str) -> WorkerCall:
+        """The call that asks ranks for it. The rows that it takes are there.
+
+        Args:
+            arguments: Its arguments.
+            ranks: The ranks.
+            method: The workers' name of the method.
+
+        Raises:
+            Exception: That of a future; rows were released; or there is no memory for the arguments.
+        """
+        workers, is_timed = self.workers, self.record is not None
+        reply = Reply.KEEP if self.keeps_rows else Reply.RETURN
+        if not arguments.rows:  # as most often
+            return WorkerCall(ranks, method, tuple(workers.put(arguments.payloads)), reply, (), is_timed)
+        elsewhere, groups = RowsElsewhere(self.site.method, workers), range(len(arguments.rows))
+        addressed = [encode_group(group, self.site.method) for group in elsewhere.addressed(arguments.rows)]
+        rows = elsewhere.named(groups, [part.placed(workers) for part in elsewhere.parts])
+        if self.record is not None:
+            elsewhere.note_in(self.record)
+        parts, needed = tuple(workers.put([*arguments.payloads, *addressed])), elsewhere.needed(groups)
+        return WorkerCall(ranks, method, parts, reply, rows, is_timed, needed)
 
     @property
     def waits_for(self) -> Sequence[Result]:
@@ -227,7 +213,8 @@ class Request(RowsResult):
 
     def stacks(self) -> Mapping[int, str]:
         """The Python stacks of the ranks that have not replied."""
-        return self.router.stacks(self.unanswered)
+        found: Mapping[int, str] = self.router.stacks(self.unanswered)
+        return found
 
     def late(self, timeout_s: float) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``."""
@@ -256,7 +243,7 @@ class Request(RowsResult):
         if failed:
             self._is_watched_for_stragglers = True
             with contextlib.suppress(ResourceError):  # then they are waited for
-                progress.add(Stragglers(self, failed))
+                progress.add(_Stragglers(self, failed))
 
     def _is_sent_again(self, sent: dict[int, Ticket]) -> bool:
         """Whether its ranks have died, so that it was given back to its router to be sent to others."""
@@ -430,3 +417,33 @@ class _News:
     @property
     def is_done(self) -> bool:
         return self._request.has_outcome or self._request.router.can_advance
+
+
+class _Stragglers:
+    """Ends a request on the other ranks of a replica once it has failed on one, for which they may wait.
+
+    It is a watch of the thread of callbacks; see `bandmaster.calls.escalation`.
+    """
+
+    def __init__(self, request: Request, failed: Mapping[int, Failure]) -> None:
+        self.workers, self._request, self._failed = request.workers, request, failed
+        self._escalation = Escalation(request.site.limits().grace)
+        has_died = any(map(_has_died, failed.values()))
+        self._escalation.begin(time.monotonic(), DEATH_PATIENCE_S if has_died else PATIENCE_S)
+        self.due = self._escalation.next
+
+    def look(self) -> bool:
+        """Take the steps that are due. Returns whether all ranks have ended the request."""
+        while not self._request.is_done and (step := self._escalation.due(time.monotonic())) is not None:
+            left = self._request.unanswered
+            if step is Step.INTERRUPT:
+                self.workers.interrupt(left)
+            elif any(map(is_in_debugger, self._request.stacks().values())):
+                self._escalation.put_off_the_end(time.monotonic())
+            else:
+                rank, failure = next(iter(self._failed.items()))
+                why = f"ended by the controller, as it had not stopped {self._request.site.limits().grace:g} s after "
+                why += f"{self._request.site.method} failed on rank {rank} ({failure.summary.partition(chr(10))[0]})"
+                self.workers.interrupt(dict.fromkeys(left), why)
+        self.due = self._escalation.next
+        return self._request.is_done

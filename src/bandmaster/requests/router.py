@@ -189,7 +189,9 @@ class Router:
         if request.avoids:
             found = [replica for replica in found if request.avoids.isdisjoint(replica.ranks)]
         if renewed or self.workers.deaths or self._work.died:
-            lost = renewed.union(self.workers.deaths, self._just_died())
+            since = time.monotonic() - TOLD_S
+            just_died = [rank for rank, moment in self._work.died.items() if moment > since]
+            lost = renewed.union(self.workers.deaths, just_died)
             alive = [replica for replica in found if lost.isdisjoint(replica.ranks)]
             if not alive and all(renewed.isdisjoint(replica.ranks) for replica in found):
                 return found  # all are dead: the request says how one has died
@@ -202,10 +204,6 @@ class Router:
         """Note that ranks have died, as replies from another host say, before its agent tells of deaths."""
         untold = [rank for rank in ranks if rank not in self.workers.deaths]
         self._work.died = {**self._work.died, **dict.fromkeys(untold, time.monotonic())}
-
-    def _just_died(self) -> Sequence[int]:
-        since = time.monotonic() - TOLD_S
-        return [rank for rank, moment in self._work.died.items() if moment > since]
 
     def _busy(self, replica: Replica) -> float:
         reports = self.workers.reports.get(replica.ranks[0])
@@ -324,7 +322,7 @@ class Router:
                 method = request.asks_for or self.method
                 is_back = request.calls_back and not self.is_exclusive  # a method that runs alone overtakes nothing
                 method = CALLS_BACK + method if is_back else method
-                calls[request] = arguments.call(request, replica.ranks[:1], method)
+                calls[request] = request.call(arguments, replica.ranks[:1], method)
             except Exception as error:  # rows were lost, there is no memory, or the group was closed
                 request.fail(error)
         for _, some in groupby(calls, _overtakes):

@@ -28,7 +28,7 @@ from bandmaster.errors.failure import Failure
 from bandmaster.flow.stream import Closing
 from bandmaster.requests.arguments import Arguments
 from bandmaster.requests.future import RequestFuture
-from bandmaster.requests.request import Request, SendsRequests
+from bandmaster.requests.request import Request
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class GeneratorRequest(Request):
     asks_for = OPEN_ITEMS
     items: Request | None = None
 
-    def __init__(self, site: CallSite, arguments: Arguments, router: SendsRequests, name: str) -> None:
+    def __init__(self, site: CallSite, arguments: Arguments, router: Any, name: str) -> None:
         super().__init__(site, arguments, router)
         self.name = name
 
@@ -76,7 +76,7 @@ class ItemsRequest(Request):
     has_place = False
     run: weakref.ref[Request]
 
-    def __init__(self, site: CallSite, router: SendsRequests, name: str, limit: int, asks_for: str) -> None:
+    def __init__(self, site: CallSite, router: Any, name: str, limit: int, asks_for: str) -> None:
         super().__init__(site, Arguments((encode(((0, name), (1, limit))),)), router)
         self.asks_for = asks_for
 

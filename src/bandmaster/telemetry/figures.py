@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -47,7 +48,7 @@ class Figures:
         self._ranks: dict[tuple[str, str, int], list[float]] = {}
         self._nbytes: Counter[tuple[str, str, str]] = Counter()
         self._versions: dict[tuple[str, str], int] = {}
-        self._open: Mapping[str, int] = {}
+        self._open: Mapping[tuple[str], int] = {}
         self._errors: Counter[tuple[str, str, str]] = Counter()
         self._stalls: Counter[tuple[str]] = Counter()
         self.n_dropped_calls = self.n_dropped_spans = 0
@@ -79,7 +80,8 @@ class Figures:
 
     def set_open(self, groups: Iterable[str]) -> None:
         """Say of which groups calls are open, each named once for each call; other groups that are known have none."""
-        self._open = {**dict.fromkeys([*self._open, *(group for group, _ in self._seconds)], 0), **Counter(groups)}
+        known = [*self._open, *((group,) for group, _ in self._seconds)]
+        self._open = {**dict.fromkeys(known, 0), **Counter((group,) for group in groups)}
 
     def add_stall(self, group: str) -> None:
         """Count a notice of a call that makes no progress."""
@@ -93,37 +95,32 @@ class Figures:
         for key, times in list(self._seconds.items()):
             seconds.add_metric(key, times.buckets(), times.sum)
         yield seconds
-        ranks = CounterMetricFamily(
-            "bandmaster_rank_seconds", "Seconds of ranks, by phase of a call", labels=[*NAMED, "rank", "phase"]
-        )
-        for (group, method, rank), sums in list(self._ranks.items()):
-            for phase, value in zip(PHASES, sums, strict=True):
-                ranks.add_metric([group, method, str(rank), phase], value)
-        yield ranks
-        nbytes = CounterMetricFamily("bandmaster_bytes", "Bytes of calls, by their way", labels=[*NAMED, "way"])
-        errors = CounterMetricFamily(
-            "bandmaster_errors", "Calls that have failed, by their error", labels=[*NAMED, "type"]
-        )
-        versions = GaugeMetricFamily(
-            "bandmaster_weights_version", "Version of weights that a rank has reported", labels=["group", "rank"]
-        )
-        stalls = CounterMetricFamily("bandmaster_stalls", "Notices of calls without progress", labels=["group"])
-        is_open = GaugeMetricFamily("bandmaster_open_calls", "Calls that have not ended", labels=["group"])
-        for way, value in list(self._nbytes.items()):
-            nbytes.add_metric(way, value)
-        for what, n in list(self._errors.items()):
-            errors.add_metric(what, n)
-        for rank_of, version in list(self._versions.items()):
-            versions.add_metric(rank_of, version)
-        for of, n in list(self._stalls.items()):
-            stalls.add_metric(of, n)
-        yield from (nbytes, errors, versions, stalls)
-        for group, n in self._open.items():
-            is_open.add_metric([group], n)
-        yield is_open
-        yield CounterMetricFamily("bandmaster_dropped_calls", "Calls not counted", value=self.n_dropped_calls)
-        yield CounterMetricFamily("bandmaster_dropped_spans", "Calls without spans", value=self.n_dropped_spans)
+        phases = {
+            (group, method, str(rank), phase): value
+            for (group, method, rank), sums in list(self._ranks.items())
+            for phase, value in zip(PHASES, sums, strict=True)
+        }
+        counter, gauge = CounterMetricFamily, GaugeMetricFamily
+        of_rank, of_way, of_type = [*NAMED, "rank", "phase"], [*NAMED, "way"], [*NAMED, "type"]
+        yield _family(counter, "rank_seconds", "Seconds of ranks, by phase of a call", of_rank, phases)
+        yield _family(counter, "bytes", "Bytes of calls, by their way", of_way, self._nbytes)
+        yield _family(counter, "errors", "Calls that have failed, by their error", of_type, self._errors)
+        what = "Version of weights that a rank has reported"
+        yield _family(gauge, "weights_version", what, ["group", "rank"], self._versions)
+        yield _family(counter, "stalls", "Notices of calls without progress", ["group"], self._stalls)
+        yield _family(gauge, "open_calls", "Calls that have not ended", ["group"], self._open)
+        yield _family(counter, "dropped_calls", "Calls not counted", [], {(): self.n_dropped_calls})
+        yield _family(counter, "dropped_spans", "Calls without spans", [], {(): self.n_dropped_spans})
 
     def text(self) -> str:
         """All figures in Prometheus's text format."""
         return generate_latest(self.registry).decode()
+
+
+def _family(kind: Any, name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]) -> Metric:
+    """The figures of one name, with the values of the labels as keys."""
+    family = kind(f"bandmaster_{name}", text, labels=labels)
+    for key, value in list(values.items()):
+        family.add_metric(key, value)
+    metric: Metric = family
+    return metric

@@ -15,7 +15,7 @@ https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/. Both are in de
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from opentelemetry.context import Context
@@ -65,12 +65,15 @@ class Spans:
         self._loops: list[_Loop] = []
 
     @contextmanager
-    def loop(self, iteration: int, now: float) -> Iterator[_Loop]:
-        """The span of one iteration; who leaves the context has set ``ended`` of what it yields."""
+    def loop(self, iteration: int, now: Callable[[], float]) -> Iterator[None]:
+        """The span of one iteration; ``now`` returns the time since the trace began."""
         with self._tracer.start_as_current_span("rl.loop", attributes={"rl.loop.iteration": iteration}) as span:
-            made = _Loop(span, now)
+            made = _Loop(span, now())
             self._loops = [*self._loops[-MOST_LOOPS:], made]
-            yield made
+            try:
+                yield
+            finally:
+                made.ended = now()
 
     def add(self, call: Call) -> None:
         """Make the spans of a call: they begin and end at its own times, in the past."""

@@ -6,8 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from opentelemetry import trace as opentelemetry_trace
@@ -120,14 +120,9 @@ class Telemetry:
         """The picture of the last calls that were told of, 20,000 at most."""
         return Timeline(Run(tuple(self._recent), {}, tuple(stalls()), self.trace.began))
 
-    @contextmanager
-    def loop(self, iteration: int) -> Iterator[None]:
+    def loop(self, iteration: int) -> AbstractContextManager[None]:
         """The span of one iteration of the training loop; the calls that begin in its block become its children."""
-        with self._spans.loop(iteration, self._now()) as loop:
-            try:
-                yield
-            finally:
-                loop.ended = self._now()
+        return self._spans.loop(iteration, self._now)
 
     def close(self) -> None:
         """Stop to record, tell of the calls that are left, for ten seconds at most, and stop serving figures."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def plot(run: Run, sentence: str, path: Path) -> None:
         FigureCanvasAgg(figure)
         axes: Any = figure.add_subplot()
         _draw(axes, run, lanes, heights)
-        axes.set_title(_wrapped(sentence), loc="left", fontsize=9, fontweight="bold")
+        axes.set_title(textwrap.fill(sentence, WRAPPED), loc="left", fontsize=9, fontweight="bold")
         figure.savefig(path, dpi=DPI, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
@@ -121,9 +122,3 @@ def _legend(axes: Any, colours: dict[tuple[str, str], str], lanes: Sequence[Lane
         fontsize=8,
         handlelength=0.9,
     )
-
-
-def _wrapped(sentence: str) -> str:
-    import textwrap
-
-    return "\n".join(textwrap.wrap(sentence, WRAPPED))

@@ -57,24 +57,8 @@ class Call:
     @classmethod
     def of(cls, record: CallRecord) -> Call:
         """The values of a record, as they are now."""
-        return cls(
-            number=record.number,
-            group=record.group,
-            method=record.method,
-            begun=record.begun,
-            encoded=record.encoded,
-            sent=record.sent,
-            done=record.done,
-            moments={rank: Moments(*record.moments(rank)) for rank in sorted(record.replied)},
-            error=record.error,
-            is_request=record.is_request,
-            sent_nbytes=record.sent_nbytes,
-            returned_nbytes=record.returned_nbytes,
-            kept_nbytes=record.kept_nbytes,
-            read_nbytes=record.read_nbytes,
-            takes_from=record.takes_from,
-            versions=record.versions,
-        )
+        same = {name: getattr(record, name) for name in cls.__annotations__ if name != "moments"}
+        return cls(moments={rank: Moments(*record.moments(rank)) for rank in sorted(record.replied)}, **same)
 
     @property
     def error_type(self) -> str:

@@ -12,18 +12,19 @@ from typing import Any, NamedTuple
 
 from bandmaster.calls.call import Call
 from bandmaster.calls.options import USUAL, WARN
-from bandmaster.contract import Workers
+from bandmaster.contract import Signs, Workers
 from bandmaster.errors import BandmasterError
 from bandmaster.errors.failure import is_in_debugger
 from bandmaster.watching.chain import Find, chain, owing
 from bandmaster.watching.collectives import mismatches
-from bandmaster.watching.life import Life
 from bandmaster.watching.notice import RankFacts, guilty, is_in_collective, named, notice, words_of
 from bandmaster.watching.stall import Policies, Renewed, Stall
 
 YOUNG_S = 0.5  # ranks of younger calls are not looked at
 USUAL_TIMES, LEAST_S, MOST_S, UNKNOWN_S = 10.0, 30.0, 300.0, 60.0  # see `CallOptions.stall_after`
 OFTEN = 0.1  # of that time, between two looks at ranks
+BUSY = 0.05  # of one core; below it, a process that waits may wake up now and then
+SMOOTHING = 0.3  # the weight of the last interval
 AGAIN = 4.0  # a notice is repeated after so many times the time that it told of
 _log = logging.getLogger(__name__)
 
@@ -48,6 +49,34 @@ class Told(NamedTuple):
     call: weakref.ref[Any]
     words: str
     again_at: float
+
+
+class Life:
+    """The signs of life of one rank over time.
+
+    Attributes:
+        signs: The last ones.
+        moved_at: The last moment at which it had moved.
+
+    Args:
+        signs: The first ones.
+        now: Their moment, in seconds of one clock.
+    """
+
+    def __init__(self, signs: Signs, now: float) -> None:
+        self.signs, self.moved_at = signs, now
+        self._looked_at, self._load = now, 0.0
+
+    def look(self, signs: Signs, now: float) -> None:
+        """Take new signs."""
+        before, elapsed_s = self.signs, max(now - self._looked_at, 1e-3)
+        load = (signs.cpu_s - before.cpu_s) / elapsed_s
+        self._load += SMOOTHING * (load - self._load)
+        begun_anew = signs.method != before.method or signs.seconds < before.seconds
+        is_busy = min(load, self._load) >= BUSY  # now, and not for a moment only
+        if signs.state == "R" or is_busy or (begun_anew and signs.method):  # R: it may wait for a processor
+            self.moved_at = now
+        self.signs, self._looked_at = signs, now
 
 
 class WatchedCalls:

@@ -44,13 +44,6 @@ class Stall(NamedTuple):
     guilty: tuple[int, ...] = ()
 
 
-class Expires(Protocol):
-    """A call, a request or a turn: it can be ended with an error."""
-
-    def expire(self, why: BaseException) -> None:
-        """End it, with this error."""
-
-
 class Renewed(Protocol):
     """A group whose processes can be renewed."""
 

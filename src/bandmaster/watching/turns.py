@@ -18,7 +18,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from bandmaster.turns.turns import Turn, waits
-from bandmaster.watching.life import BUSY
+from bandmaster.watching.calls import BUSY
 from bandmaster.watching.notice import where
 from bandmaster.watching.stall import Policies, Stall
 

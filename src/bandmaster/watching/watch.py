@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from bandmaster.calls.open_work import OpenWork
@@ -48,13 +47,14 @@ class Watch:
 
     Attributes:
         stalls: The last notices, oldest first.
+        soon: Set to have the thread look at once, and end if there are no groups any more.
     """
 
     def __init__(self) -> None:
         self.stalls: list[Stall] = []
         self._lock = threading.Lock()
         self._is_running = False
-        self._soon = threading.Event()
+        self.soon = threading.Event()
         # No group itself, which is closed when it is dropped, nor the owner of its slots, which are free then.
         self._groups: list[_Group] = []
         self._watched: weakref.WeakKeyDictionary[Workers, WatchedCalls] = weakref.WeakKeyDictionary()
@@ -67,10 +67,6 @@ class Watch:
             if not self._is_running:
                 start_thread("bandmaster-watch", self._run)
                 self._is_running = True
-
-    def look_soon(self) -> None:
-        """Have the thread look at once, and end if there are no groups any more."""
-        self._soon.set()
 
     def tell(self, stall: Stall) -> None:
         """Log a notice, and keep it."""
@@ -87,8 +83,8 @@ class Watch:
 
     def _run(self) -> None:
         while self._look():
-            self._soon.wait(LOOK_S)
-            self._soon.clear()
+            self.soon.wait(LOOK_S)
+            self.soon.clear()
 
     def _look(self) -> bool:
         """Look at all groups; False if there are none, and the thread has to end."""
@@ -126,8 +122,7 @@ class Watch:
 watch = Watch()
 
 
-@contextlib.contextmanager
-def watched(start: Start) -> Iterator[None]:
+def watched(start: Start) -> AbstractContextManager[object]:
     """Have the thread that waits for the constructors of a group look for such as make no progress."""
     calls = WatchedCalls(watch.tell, watch.find)
 
@@ -136,7 +131,7 @@ def watched(start: Start) -> Iterator[None]:
             calls.look(start.call.workers, [start.call], lambda: None)
 
     start.looks.append(look)
-    yield
+    return nullcontext()
 
 
 def stalls() -> list[Stall]:
