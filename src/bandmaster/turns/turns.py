@@ -61,6 +61,9 @@ class Owner(NamedTuple):
         return cls(threading.get_ident(), task)
 
 
+NOBODY = Owner(0)
+
+
 class Turn:
     """The turn of some groups at once; see `WorkerGroup.turn`. It is entered with ``with`` or ``async with``, once.
 
@@ -68,7 +71,7 @@ class Turn:
 
     Attributes:
         takers: The groups.
-        owner: The thread or task that enters it; None before.
+        owner: The thread or task that enters it; `NOBODY` before.
         number: Its place in the order of arrival.
         has_begun: Whether rivals have yielded, and the groups have resumed.
 
@@ -83,7 +86,7 @@ class Turn:
         self, groups: object, takers: Sequence[TurnTaker], timeout_s: float | None, resumes: bool = True
     ) -> None:
         self.takers = frozenset(takers)
-        self.owner: Owner | None = None
+        self.owner = NOBODY
         self.number, self.has_begun = -1, False
         self._groups, self._timeout_s, self._resumes = groups, timeout_s, resumes
         self._deadline = Deadline(None)
@@ -121,7 +124,7 @@ class Turn:
         self.__exit__()
 
     def _ask(self, blocks_thread: bool) -> None:
-        if self.owner is not None:
+        if self.owner is not NOBODY:
             raise UsageError("a turn can be entered once; call group.turn() again")
         self.owner, self._blocks_thread = Owner.current(), blocks_thread
         self._deadline = Deadline(self._timeout_s)
@@ -213,13 +216,12 @@ class Turn:
 
     def _blocks(self, other: Turn) -> bool:
         """Whether the owner of another turn cannot go on while this one is waited for."""
-        assert self.owner is not None and other.owner is not None, "both were asked for"
         return other.owner == self.owner or (self._blocks_thread and other.owner.thread == self.owner.thread)
 
     def _check_not_own(self, other: Turn) -> None:
         """Raise UsageError if the owner of this turn would wait for another one of its own thread or task."""
         if other.owner == self.owner:
-            who = "this task" if self.owner is not None and self.owner.task is not None else "this thread"
+            who = "this thread" if self.owner.task is None else "this task"
             raise UsageError(
                 f"group {self.names} cannot have its turn: {who} has the turn of group {other.names}, which shares "
                 "slots with it; end that turn first, or take both at once with turn(other_group)"

@@ -124,12 +124,10 @@ def _words_of_circle(circle: Sequence[Turn], waiting: Mapping[Turn, Sequence[Tur
 
 def _who(turn: Turn) -> str:
     """The thread or task that waits for a turn, or has it, in words."""
-    owner = turn.owner
-    assert owner is not None, "it was asked for"
-    if owner.task is not None:
-        return f"task {owner.task.get_name()!r}"
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return f"thread {names[owner.thread]!r}" if owner.thread in names else "a thread that has ended"
+    if turn.owner.task is not None:
+        return f"task {turn.owner.task.get_name()!r}"
+    thread = _thread_of(turn)
+    return "a thread that has ended" if thread is None else f"thread {thread.name!r}"
 
 
 def _at(turn: Turn) -> str:
@@ -143,21 +141,20 @@ def _at(turn: Turn) -> str:
 
 def _frames(turn: Turn) -> list[FrameType]:
     """The frames of the thread or task, innermost last."""
-    owner = turn.owner
-    assert owner is not None, "it was asked for"
-    if owner.task is not None:
-        return list(owner.task.get_stack())
-    frame, found = sys._current_frames().get(owner.thread), list[FrameType]()
-    while frame is not None:
-        found.insert(0, frame)
-        frame = frame.f_back
-    return found
+    if turn.owner.task is not None:
+        return list(turn.owner.task.get_stack())
+    innermost = sys._current_frames().get(turn.owner.thread)
+    return [frame for frame, _ in traceback.walk_stack(innermost)][::-1] if innermost is not None else []
 
 
 def _place(turn: Turn) -> _Place:
     frames, cpu_s = tuple((id(frame), frame.f_lasti) for frame in _frames(turn)), 0.0
-    for thread in threading.enumerate():
-        if turn.owner is not None and turn.owner.task is None and thread.ident == turn.owner.thread:
-            with suppress(OSError, ValueError):
-                cpu_s = int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
+    if turn.owner.task is None and (thread := _thread_of(turn)) is not None:
+        with suppress(OSError, ValueError):
+            cpu_s = int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
     return _Place(frames, cpu_s)
+
+
+def _thread_of(turn: Turn) -> threading.Thread | None:
+    """The thread that waits for a turn, or has it; None if it has ended."""
+    return next((thread for thread in threading.enumerate() if thread.ident == turn.owner.thread), None)
