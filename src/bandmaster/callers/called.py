@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from bandmaster.callers.circles import OpenChains, Wait
 from bandmaster.callers.door import ALL, CONTROLLER, OPTIONS, WAITS, Door, GivenGroup
@@ -33,13 +33,9 @@ from bandmaster.worker import Registration, Worker, registrations
 from bandmaster.worker_process.call_path import PATH, Process, Step, conflict, here, path_of_this_call, refusal
 
 _ONE = Mesh(dp=1)
-_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _RELAYED = Registration(TransferProtocol(Route("dp"), Only()), concurrency=1 << 20)
-_called: dict[tuple[int, GroupReference], CalledGroup] = {}  # by the number of forks, too
-_controllers: dict[tuple[int, str], ReachedWorkers] = {}  # that relay calls
-_lock = threading.RLock()  # of both; an unpickled class may make groups in turn
-K = TypeVar("K")
-V = TypeVar("V", "CalledGroup", ReachedWorkers)
+_known: dict[Any, Any] = {}  # groups, by reference, and controllers, which relay calls, by door; and number of forks
+_lock = threading.RLock()  # an unpickled class may make groups in turn
 
 
 @dataclass(frozen=True)
@@ -70,17 +66,18 @@ def reference_to(group: GivenGroup, key: str, prefix: str) -> GroupReference:
 
 def called_group(reference: GroupReference, cls: type[Worker], mesh: Mesh, meshes: Mapping[str, Mesh]) -> CalledGroup:
     """The group of a reference, one in each process."""
-    return _one_of(_called, (n_forks(), reference), lambda: CalledGroup(reference, cls, mesh, meshes))
+    group: CalledGroup = _one_of((n_forks(), reference), lambda: CalledGroup(reference, cls, mesh, meshes))
+    return group
 
 
-def _one_of(known: dict[K, V], key: K, make: Callable[[], V]) -> V:
-    """The one of a key, which is made if there is none; those that are over are dropped then."""
+def _one_of(key: Any, make: Callable[[], Any]) -> Any:
+    """The group or controller of a key, which is made if there is none; those that are over are dropped then."""
     with _lock:
-        if key not in known:
-            for other in [key for key, one in known.items() if one.is_over]:
-                del known[other]
-            known[key] = make()
-        return known[key]
+        if key not in _known:
+            for other in [key for key, one in _known.items() if one.is_over]:
+                del _known[other]
+            _known[key] = make()
+        return _known[key]
 
 
 class _Controller(Worker):
@@ -123,8 +120,8 @@ class CalledGroup:
 
     def requests(self) -> Sequence[Future[Any]]:
         """The requests to the ranks themselves that have not ended, behind which a call to all of them begins."""
-        routers: Any = self._submitter.work.routers.values() if self._is_direct else ()
-        return [RequestFuture(request, self) for router in list(routers) for request in router.open_requests()]
+        open_now = self._submitter.work.unanswered() if self._is_direct else ()
+        return [RequestFuture(request, self) for request in open_now]
 
     def __getattr__(self, name: str) -> Any:
         spec = self.__dict__.get("_methods", {}).get(name)
@@ -189,7 +186,8 @@ class CalledGroup:
     def _controller(self) -> ReachedWorkers:
         """The controller, which relays calls."""
         door = self._reference.door
-        return _one_of(_controllers, (n_forks(), door), lambda: ReachedWorkers(door, "", 1, self.name))
+        made: ReachedWorkers = _one_of((n_forks(), door), lambda: ReachedWorkers(door, "", 1, self.name))
+        return made
 
     @cached_property
     def _relay(self) -> Submitter:
@@ -223,12 +221,12 @@ class CalledGroup:
 def _told_of_calls() -> str:
     """The calls of this worker to other groups that have not ended, a line for each method of a group."""
     ranks: dict[tuple[str, str], set[int]] = {}
-    for group in list(_called.values()):
-        for made in (group.__dict__.get("_submitter"), group.__dict__.get("_relay")):
-            routers: Any = [] if made is None else list(made.work.routers.values())
-            for request in [request for router in routers for request in router.open_requests()]:
+    for group in list(_known.values()):
+        for name in ("_submitter", "_relay"):
+            made = group.__dict__.get(name)
+            for request in made.work.unanswered() if made is not None else ():
                 known = ranks.setdefault((request.site.method, group.name), set())
-                known.update(request.missing if made is group.__dict__.get("_submitter") else ())
+                known.update(request.missing if name == "_submitter" else ())
     return "\n".join(
         [
             f"  it waits for {method} of group {name!r}"
@@ -313,7 +311,7 @@ class RelayedMethod(CalledMethod):
         submitter: Submitter,
         spec: MethodSpec,
         n_replicas: int,
-        given: Mapping[str, Any] = _NO_OPTIONS,
+        given: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         function = _yields if spec.is_generator else _is_awaited
         relayed = replace(spec, function=function, goes_everywhere=True, registration=_RELAYED, mesh=_ONE, ranks=(0,))
