@@ -21,6 +21,7 @@ from bandmaster.contract import Reply, Report, Ticket, WorkerCall
 from bandmaster.errors import CallCancelled, CallTimeout, ResourceError
 from bandmaster.errors.failure import Failure, FailureKind, is_in_debugger
 from bandmaster.platform.deadline import Deadline
+from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.requests.arguments import Arguments
 from bandmaster.requests.target import ANY
 from bandmaster.rows.kept import KeptPart, KeptRows
@@ -286,22 +287,16 @@ class Request(RowsResult):
 
     def cancel(self) -> bool:
         """Cancel it: its coroutine is cancelled, or it is not sent. False if it had ended."""
-        if self.is_done and not self.is_cancelled:
-            return False
-        try:
-            return self._cancel()
-        except BaseException:  # Ctrl-C: each step may be taken again
-            self._cancel()
-            raise
-
-    def _cancel(self) -> bool:
         had_ended = self.is_done
-        self.is_cancelled = True  # first: it is not sent any more
-        if self.replicas and not had_ended:
-            self.workers.interrupt(self.unanswered)
-        else:
-            self.end()
-        self.router.withdraw(self)
+        if had_ended and not self.is_cancelled:
+            return False
+        with SigintSafeLock():  # Ctrl-C does not leave a part of it
+            self.is_cancelled = True  # first: it is not sent any more
+            if self.replicas and not had_ended:
+                self.workers.interrupt(self.unanswered)
+            else:
+                self.end()
+            self.router.withdraw(self)
         return not had_ended
 
     @property

@@ -325,7 +325,7 @@ class Router:
                 calls[request] = request.call(arguments, replica.ranks[:1], method)
             except Exception as error:  # rows were lost, there is no memory, or the group was closed
                 request.fail(error)
-        for _, some in groupby(calls, _overtakes):
+        for _, some in groupby(calls, lambda request: request.calls_back or request.asks_for == MORE_ITEMS):
             self._send(replica, {request: calls[request] for request in some})
         for request in calls:
             if request.is_cancelled:  # meanwhile
@@ -433,10 +433,6 @@ def _take(batch: Sequence[Request], rank: int, tickets: Sequence[Ticket]) -> Non
 
 def _n_open(replica: Replica) -> int:
     return len(replica.load.open)
-
-
-def _overtakes(request: Request) -> bool:
-    return request.calls_back or request.asks_for == MORE_ITEMS
 
 
 def _running_loop() -> Any:
