@@ -44,11 +44,7 @@ def as_text(title: str, names: Sequence[str], mesh: Mesh, running: Running) -> s
 
 
 def as_html(
-    title: str,
-    names: Sequence[str],
-    mesh: Mesh,
-    running: Running | None,
-    methods: Iterable[MethodSpec],
+    title: str, names: Sequence[str], mesh: Mesh, running: Running | None, methods: Iterable[MethodSpec]
 ) -> str:
     """HTML tables of the ranks, see `as_text`, and of the methods.
 

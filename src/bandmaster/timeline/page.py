@@ -53,13 +53,7 @@ def _file(name: str) -> str:
 
 def _described(lane: Lane) -> dict[str, Any]:
     place = lane.place.partition("(")[2].rstrip(")")
-    return {
-        "group": lane.group,
-        "rank": lane.rank,
-        "place": place,
-        "rows": len(lane.rows),
-        "versions": lane.versions,
-    }
+    return {"group": lane.group, "rank": lane.rank, "place": place, "rows": len(lane.rows), "versions": lane.versions}
 
 
 def _columns_of_calls(calls: Sequence[Call]) -> dict[str, NDArray[np.generic]]:
