@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -33,11 +34,7 @@ class _Times:
 
     def buckets(self) -> list[tuple[str, float]]:
         """The counts of calls up to each limit."""
-        total, found = 0, []
-        for limit, n in zip([*map(str, SECONDS), "+Inf"], self.counts, strict=True):
-            total += n
-            found.append((limit, float(total)))
-        return found
+        return list(zip([*map(str, SECONDS), "+Inf"], map(float, accumulate(self.counts)), strict=True))
 
 
 class Figures:
