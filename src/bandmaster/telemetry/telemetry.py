@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 from opentelemetry import trace as opentelemetry_trace
 from opentelemetry.trace import TracerProvider
@@ -18,9 +17,6 @@ from bandmaster import CallRecord, UsageError, __version__, stalls, trace
 from bandmaster.telemetry.figures import Figures
 from bandmaster.telemetry.spans import Spans
 from bandmaster.timeline import Call, Run, Timeline
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 RL_PHASES = ("sample", "reward", "train", "sync")
 MOST_WAITING = 20_000  # calls that wait to be told of; older ones are dropped
@@ -135,7 +131,7 @@ class Telemetry:
             self._server_thread.join()
             self._server = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Telemetry:
         return self
 
     def __exit__(self, *_: object) -> None:

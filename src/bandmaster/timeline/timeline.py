@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import html
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bandmaster import Trace, UsageError
 from bandmaster.timeline.causes import diagnosis
 from bandmaster.timeline.page import page
 from bandmaster.timeline.run import Run
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 FORMATS = (".html", ".svg", ".png")
 HEIGHT_PX = 560  # in a notebook
@@ -43,7 +39,7 @@ class Timeline:
         self.run = run
 
     @classmethod
-    def of(cls, trace: Trace, last: float | None = None) -> Self:
+    def of(cls, trace: Trace, last: float | None = None) -> Timeline:
         """The picture of what a trace has recorded until now.
 
         Args:

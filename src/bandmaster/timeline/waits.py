@@ -15,14 +15,11 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from bandmaster import BandmasterError, CallRecord, Trace, UsageError
 from bandmaster.timeline.causes import Finding, diagnosis, findings, percent
 from bandmaster.timeline.run import Call, named
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 IN_COLLECTIVE = "/torch/distributed/"  # in the file names of a stack
 LEAST_SAMPLES = 3  # of a method, in which some ranks wait for others
@@ -81,7 +78,7 @@ class Waits:
         self._is_over.set()
         self._thread.join()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Waits:
         return self
 
     def __exit__(self, *_: object) -> None:
