@@ -7,7 +7,6 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from bandmaster.callers.circles import OpenChains, Wait
@@ -23,11 +22,11 @@ from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import replicas
 from bandmaster.plan.transfer import Only, Route, TransferProtocol
 from bandmaster.platform.forks import n_forks
+from bandmaster.requests.arguments import Beside
 from bandmaster.requests.future import RequestFuture
-from bandmaster.requests.method import RequestMethod
-from bandmaster.requests.request import Request
+from bandmaster.requests.method import Made, RequestMethod
 from bandmaster.requests.router import Router
-from bandmaster.requests.target import ANY, LIMITS, Target
+from bandmaster.requests.target import ANY, LIMITS
 from bandmaster.wire.lanes import LaneClient
 from bandmaster.worker import Registration, Worker, registrations
 from bandmaster.worker_process.call_path import PATH, Process, Step, conflict, here, path_of_this_call, refusal
@@ -150,11 +149,11 @@ class CalledGroup:
                     f"{spec.label} yields items, over which workers can iterate only if it is registered with a Route; "
                     "return a list"
                 )
-            return RelayedMethod(self, self._relay, spec, 0)
+            return RelayedMethod(self, self._relay, spec, 0, {})
         routed = replicas(spec.mesh, protocol)
         if self._is_direct and all(len(ranks) == 1 for ranks in routed) and not self._workers.is_stopped:
             return DirectMethod(self, self._submitter, spec)
-        return RelayedMethod(self, self._relay, spec, len(routed))
+        return RelayedMethod(self, self._relay, spec, len(routed), {})
 
     @property
     def is_over(self) -> bool:
@@ -256,9 +255,7 @@ class CalledMethod(RequestMethod[Any, Any]):
 class DirectMethod(CalledMethod):
     """A method of a group whose requests a worker sends to the replicas itself."""
 
-    def _made(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], beside: Sequence[tuple[str, Any]] = ()
-    ) -> tuple[Router, Request, Target]:
+    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any], beside: Beside = ()) -> Made:
         """The router, the request and its target; the request avoids the ranks that wait for this very call."""
         path = path_of_this_call()
         router, request, target = super()._made(args, kwargs, [*beside, (PATH, path)])
@@ -306,12 +303,7 @@ class RelayedMethod(CalledMethod):
     """
 
     def __init__(
-        self,
-        group: object,
-        submitter: Submitter,
-        spec: MethodSpec,
-        n_replicas: int,
-        given: Mapping[str, Any] = MappingProxyType({}),
+        self, group: object, submitter: Submitter, spec: MethodSpec, n_replicas: int, given: Mapping[str, Any]
     ) -> None:
         function = _yields if spec.is_generator else _is_awaited
         relayed = replace(spec, function=function, goes_everywhere=True, registration=_RELAYED, mesh=_ONE, ranks=(0,))
@@ -342,9 +334,7 @@ class RelayedMethod(CalledMethod):
         given = {**self._given, ALL: True}
         return type(self)(self._group, self._submitter, self._asked, self._n_replicas, given).submit(*args, **kwargs)
 
-    def _made(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], beside: Sequence[tuple[str, Any]] = ()
-    ) -> tuple[Router, Request, Target]:
+    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any], beside: Beside = ()) -> Made:
         """The request, with what the controller is to know of the call."""
         path = path_of_this_call()
         router, request, target = super()._made(args, kwargs, [*beside, (OPTIONS, self._given), (PATH, path)])

@@ -21,8 +21,6 @@ from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, of_one_ran
 from bandmaster.plan.rows import RealRows
 from bandmaster.plan.transfer import Only
 
-ITEMS_AHEAD = 2  # of each rank, by default
-
 
 class Values(Feed):
     """The values of a call, one by one.
@@ -35,9 +33,12 @@ class Values(Feed):
         how: The user's flow options.
     """
 
+    n_ahead: int | None = None  # the usual ``maxsize`` of each rank
+
     def __init__(
         self, group: object, submitter: Submitter, spec: MethodSpec, options: CallOptions | None, how: FlowOptions
     ) -> None:
+        how = replace(how, maxsize=how.maxsize or self.n_ahead)
         super().__init__(submitter.site(spec.name, options), submitter, how)
         self._spec = spec
         self._request = CallRequest(spec.name, CallPlan(()), spec.ranks, owner=group, options=options)
@@ -67,31 +68,27 @@ class Items(Values):
     generator exists when its next item is requested, whatever the order in which a backend runs calls.
     """
 
-    def __init__(
-        self, group: object, submitter: Submitter, spec: MethodSpec, options: CallOptions | None, how: FlowOptions
-    ) -> None:
-        super().__init__(group, submitter, spec, options, replace(how, maxsize=how.maxsize or ITEMS_AHEAD))
-        self._request = replace(self._request, is_for_all=False)
-        self._stream = uuid.uuid4().hex
-        self._unclosed: set[Share] = set()
+    n_ahead = 2
+    _unclosed: frozenset[Share] = frozenset()  # the shares whose generators have begun, and not ended
 
     def _first(self, plan: CallPlan) -> Mapping[Share, Future[Any]]:
         if plan.real_rows is not None and plan.real_rows.padded_to is not None:
             raise UsageError(
                 f"{self._spec.label} yields items, from which padding cannot be removed; split without pad=True"
             )
-        self._rows, found = plan.real_rows, self._shares(plan)
+        self._rows, found, self._stream = plan.real_rows, self._shares(plan), uuid.uuid4().hex
         name = ((STREAM, self._stream), (METHOD, self._submitter.worker_method(self._spec.name)))
         named = CallPlan((*plan.groups, ArgumentGroup(name, ("stream", "method"), self._spec.ranks)))
         futures = self._call(found, OPEN_STREAM, named)
-        self._unclosed = set(found)
+        self._unclosed = frozenset(found)
         return futures
 
     def _call(self, found: Sequence[Share], what: str, plan: CallPlan | None = None) -> dict[Share, Future[Any]]:
         if plan is None:
             ranks = tuple([rank for share in found for rank in share.ranks])
             plan = CallPlan((ArgumentGroup(((0, self._stream),), ("stream",), ranks),))
-        request = replace(self._request, plan=plan, asks_for=what, is_cleanup=what == CLOSE_STREAM)
+        is_cleanup = what == CLOSE_STREAM
+        request = replace(self._request, plan=plan, asks_for=what, is_cleanup=is_cleanup, is_for_all=False)
         return self._sent_as_one(request, {share: Collection(Only(), (share.rank,)) for share in found})
 
     def _has_more(self, share: Share) -> bool:
@@ -106,13 +103,13 @@ class Items(Values):
         assert isinstance(call, Call), "items are requested by calls"
         if call.has_value_of(share.rank):
             return False
-        self._unclosed.discard(share)
+        self._unclosed -= {share}
         return True
 
     def close(self) -> None:
         """Close the generators that have not ended, also outside of the group's turn, as it frees resources."""
         super().close()
-        unclosed, self._unclosed = self._unclosed, set()
+        unclosed, self._unclosed = self._unclosed, frozenset()
         if unclosed:
             with contextlib.suppress(Exception):  # the group was closed
                 self._call(sorted(unclosed), CLOSE_STREAM)

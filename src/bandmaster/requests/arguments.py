@@ -12,6 +12,8 @@ from bandmaster.errors import ArgumentError
 from bandmaster.plan.arguments import ArgumentGroup
 from bandmaster.plan.batch import Portion
 
+Beside = Sequence[tuple[str, Any]]  # keyword arguments that are not the method's, but the library's
+
 
 class Arguments(NamedTuple):
     """The arguments of one request: values are encoded at once, and rows of futures are referred to when it is sent.

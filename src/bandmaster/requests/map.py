@@ -30,7 +30,7 @@ from bandmaster.flow.feed import Feed
 from bandmaster.flow.stream import Stream
 from bandmaster.plan.arguments import BoundArgument, Share, to_ranks
 from bandmaster.platform.deadline import Deadline
-from bandmaster.requests.arguments import Arguments, check_has_rows
+from bandmaster.requests.arguments import Arguments, Beside, check_has_rows
 from bandmaster.requests.map_rows import MapOptions, Parts, joined, numbers_of, plan_parts, stacked
 from bandmaster.requests.request import Request
 from bandmaster.requests.router import Router
@@ -148,13 +148,7 @@ class MapFeed(Feed):
     is_per_share = False
 
     def __init__(
-        self,
-        group: object,
-        router: Router,
-        site: CallSite,
-        target: Target,
-        how: MapOptions,
-        beside: Sequence[tuple[str, Any]],
+        self, group: object, router: Router, site: CallSite, target: Target, how: MapOptions, beside: Beside
     ) -> None:
         unlimited = site._replace(options=replace(site.limits(), timeout=None))
         super().__init__(unlimited, router.submitter, how, how.chunk is not None and how.on_error == "raise")
@@ -192,7 +186,8 @@ class MapFeed(Feed):
         is_gated = self.how.maxsize is not None  # then it is sent as the user takes others
         with self._submitter.admitted(label) if is_gated else contextlib.nullcontext():
             arguments = Arguments.of(to_ranks(self._parts.of(number), ()), label).beside(self._whole)
-            request = Request(self._each, arguments, self._router, self.how.chunk is not None, self.note)
+            request = Request(self._each, arguments, self._router, keeps_rows=self.how.chunk is not None)
+            request.tell_map = self.note
             if not self._router.put(request, self._target):
                 self._look_soon()  # it may wait behind others that have to wait longer
         self._n_sent += 1

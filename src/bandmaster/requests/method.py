@@ -12,7 +12,7 @@ from bandmaster.calls.options import SharedLimits
 from bandmaster.contract import MAXSIZE, METHOD, STREAM
 from bandmaster.errors import UsageError
 from bandmaster.plan.binding import bind
-from bandmaster.requests.arguments import Arguments
+from bandmaster.requests.arguments import Arguments, Beside
 from bandmaster.requests.future import RequestFuture
 from bandmaster.requests.map_rows import MapOptions
 from bandmaster.requests.request import Request
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 G = TypeVar("G", covariant=True)
+
+
+Made = tuple[Router, Request, Target]  # the router of a method, a request that was not sent, and where it may go
 
 
 class RequestOptions(SharedLimits, total=False):
@@ -221,9 +224,7 @@ class RequestMethod(MethodOfGroup, Generic[P, G]):
         """Whether its requests run beside others."""
         return self._spec.is_async
 
-    def _made(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], beside: Sequence[tuple[str, Any]] = ()
-    ) -> tuple[Router, Request, Target]:
+    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any], beside: Beside = ()) -> Made:
         """The router of the method, a request for it that was not sent, and the choice of its replica."""
         router = Router.of(self._submitter, self._spec)
         site = self._submitter.site(self._spec.name, self._options)

@@ -117,19 +117,12 @@ class Request(RowsResult):
     calls_back = False
     has_place = True
     first: Request | None = None
+    tell_map: Callable[[Request], object] | None = None
 
-    def __init__(
-        self,
-        site: CallSite,
-        arguments: Arguments,
-        router: Any,
-        keeps_rows: bool = False,
-        tell_map: Callable[[Request], object] | None = None,
-    ) -> None:
+    def __init__(self, site: CallSite, arguments: Arguments, router: Any, keeps_rows: bool = False) -> None:
         super().__init__(site, keeps_rows)
         self.arguments: Arguments | None = arguments
         self.parents: Sequence[Future[Any]] = ()
-        self.tell_map = tell_map
         self.router, self.workers = router, router.workers
         self.replicas: Sequence[Replica] = ()
         self.tickets: dict[int, Ticket] = {}
