@@ -17,7 +17,7 @@ from bandmaster.errors import BandmasterError
 from bandmaster.errors.failure import is_in_debugger
 from bandmaster.watching.chain import Find, chain, owing
 from bandmaster.watching.collectives import mismatches
-from bandmaster.watching.notice import RankFacts, guilty, is_in_collective, named, notice, words_of
+from bandmaster.watching.notice import RankFacts, Ranks, guilty, is_in_collective, named, notice, words_of
 from bandmaster.watching.stall import Policies, Renewed, Stall
 
 YOUNG_S = 0.5  # ranks of younger calls are not looked at
@@ -26,6 +26,7 @@ OFTEN = 0.1  # of that time, between two looks at ranks
 BUSY = 0.05  # of one core; below it, a process that waits may wake up now and then
 SMOOTHING = 0.3  # the weight of the last interval
 AGAIN = 4.0  # a notice is repeated after so many times the time that it told of
+FindGroup = Callable[[], Renewed | None]
 _log = logging.getLogger(__name__)
 
 
@@ -99,7 +100,7 @@ class WatchedCalls:
         self._policies = Policies()
         self._acted: weakref.WeakSet[Any] = weakref.WeakSet()  # the calls whose policies were followed
 
-    def look(self, workers: Workers, calls: Sequence[Any], group: Callable[[], Renewed | None]) -> None:
+    def look(self, workers: Workers, calls: Sequence[Any], group: FindGroup) -> None:
         """Look at the calls that have not ended. Those that were cancelled are ended by others.
 
         Args:
@@ -183,9 +184,7 @@ class WatchedCalls:
         still = {rank for rank in stacks if now - self._lives[rank].moved_at >= limit}
         return all(is_in_collective(stacks[rank]) != (rank in still) for rank in stacks)
 
-    def _say(
-        self, workers: Workers, stalled: Mapping[Any, float], n_more: int, group: Callable[[], Renewed | None]
-    ) -> None:
+    def _say(self, workers: Workers, stalled: Mapping[Any, float], n_more: int, group: FindGroup) -> None:
         """Tell of the first call that has stalled, unless this was done lately; and do what policies say, once a call.
 
         Calls behind one that runs alone may go on when it has ended, so that their policies have to wait.
@@ -232,18 +231,14 @@ class WatchedCalls:
         found.update(workers.stacks({rank: ticket for rank, ticket in tickets.items() if rank not in found}))
         return found
 
-    def _facts(
-        self, workers: Workers, tickets: Mapping[int, Any], stacks: Mapping[int, str]
-    ) -> Mapping[int, RankFacts]:
+    def _facts(self, workers: Workers, tickets: Mapping[int, Any], stacks: Mapping[int, str]) -> Ranks:
         return {
             rank: RankFacts(life.signs, stacks.get(rank, ""), *workers.records[rank][:2])
             for rank, life in self._lives.items()
             if rank in tickets
         }
 
-    def _stall(
-        self, call: Any, seconds: float, facts: Mapping[int, RankFacts], n_more: int, unread: Sequence[Any]
-    ) -> Stall:
+    def _stall(self, call: Any, seconds: float, facts: Ranks, n_more: int, unread: Sequence[Any]) -> Stall:
         site = call.site
         lines, late = mismatches({rank: one.stack for rank, one in facts.items()})
         if facts and isinstance(call, Call) and all(is_in_collective(one.stack) for one in facts.values()):

@@ -7,13 +7,13 @@ from typing import Any
 
 from bandmaster.calls.open_work import OpenWork
 from bandmaster.contract import QUEUED, Workers
-from bandmaster.watching.notice import Awaited, RankFacts, awaited_by, named, places
+from bandmaster.watching.notice import Awaited, RankFacts, Ranks, awaited_by, named, places
 
 MOST_CALLS = 8  # that a chain follows
 Find = Callable[[str], tuple[Workers, OpenWork] | None]  # the workers and the calls of an open group, by its name
 
 
-def chain(ranks: Mapping[int, RankFacts], find: Find) -> list[str]:
+def chain(ranks: Ranks, find: Find) -> list[str]:
     """The lines about the ranks that some ranks wait for, and about those that these wait for.
 
     Args:
@@ -35,7 +35,7 @@ def chain(ranks: Mapping[int, RankFacts], find: Find) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _awaited(ranks: Mapping[int, RankFacts]) -> list[Awaited]:
+def _awaited(ranks: Ranks) -> list[Awaited]:
     """The calls that some ranks wait for, one for each group and method, with the ranks of all."""
     found: dict[tuple[str, str], set[int]] = {}
     for facts in ranks.values():
@@ -44,7 +44,7 @@ def _awaited(ranks: Mapping[int, RankFacts]) -> list[Awaited]:
     return [Awaited(method, group, tuple(sorted(some))) for (group, method), some in found.items()]
 
 
-def _facts(workers: Workers, work: OpenWork, call: Awaited) -> dict[int, RankFacts]:
+def _facts(workers: Workers, work: OpenWork, call: Awaited) -> Ranks:
     """The facts about the ranks that a call waits for: those it was sent to; those of the same call of the controller,
     which may have relayed it; or all, if it waits for a replica."""
     ranks: Iterable[int] = call.ranks or _owing(work, call.method) or range(len(workers.records))

@@ -65,6 +65,9 @@ class RankFacts(NamedTuple):
     moves: bool = False
 
 
+Ranks = Mapping[int, RankFacts]
+
+
 def is_in_collective(stack: str) -> bool:
     """Whether a rank is in a collective operation of torch, where it waits for other ranks."""
     return _COLLECTIVE in stack
@@ -79,12 +82,7 @@ def awaited_by(stack: str) -> list[Awaited]:
 
 
 def notice(
-    site: CallSite,
-    seconds: float,
-    ranks: Mapping[int, RankFacts],
-    n_more: int = 0,
-    lines: Sequence[str] = (),
-    waits: str = "",
+    site: CallSite, seconds: float, ranks: Ranks, n_more: int = 0, lines: Sequence[str] = (), waits: str = ""
 ) -> str:
     """The text about a call that has stalled.
 
@@ -113,13 +111,13 @@ def words_of(site: CallSite) -> str:
     return f"{site.method} of group {site.group!r}"
 
 
-def guilty(ranks: Mapping[int, RankFacts]) -> tuple[int, ...]:
+def guilty(ranks: Ranks) -> tuple[int, ...]:
     """The ranks that others wait for: those of the places that come first."""
     weights = {rank: _place(facts)[0] for rank, facts in ranks.items()}
     return tuple(rank for rank, weight in weights.items() if weight == min(weights.values()))
 
 
-def places(ranks: Mapping[int, RankFacts]) -> dict[str, list[int]]:
+def places(ranks: Ranks) -> dict[str, list[int]]:
     """The places of ranks in words, each with the ranks that are there; those that others wait for come first."""
     found: dict[tuple[int, str], list[int]] = {}
     for rank, facts in ranks.items():
