@@ -164,11 +164,9 @@ class _Construction:
 
     def _has_ended(self, call: Call) -> bool:
         """Wait for a step; False if the time is over before."""
-        while True:
-            left = self._deadline.left()
-            if left is not None and left <= EVERY_S:
-                return call.wait(left)
+        while (left := self._deadline.left()) is None or left > EVERY_S:
             if call.wait(EVERY_S):
                 return True
             for look in self._start.looks:
                 look()
+        return call.wait(left)
