@@ -182,16 +182,10 @@ class CalledGroup:
         return made
 
     @cached_property
-    def _controller(self) -> ReachedWorkers:
-        """The controller, which relays calls."""
-        door = self._reference.door
-        made: ReachedWorkers = _one_of((n_forks(), door), lambda: ReachedWorkers(door, "", 1, self.name))
-        return made
-
-    @cached_property
     def _relay(self) -> Submitter:
-        """Sends calls to the controller."""
-        workers = self._controller
+        """Sends calls to the controller, which relays them."""
+        door = self._reference.door
+        workers: ReachedWorkers = _one_of((n_forks(), door), lambda: ReachedWorkers(door, "", 1, self.name))
         return Submitter(lambda: workers, self._cls, _ONE, self.name, f"{self._reference.key}/")
 
     @cached_property
