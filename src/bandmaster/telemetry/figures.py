@@ -69,11 +69,10 @@ class Figures:
             self._errors[group, method, call.error_type] += 1
         for rank, version in call.versions.items():
             self._versions[group, str(rank)] = version
-        for way, nbytes in (("sent", call.sent_nbytes), ("returned", call.returned_nbytes), ("kept", call.kept_nbytes)):
+        ways = {"sent": call.sent_nbytes, "returned": call.returned_nbytes, "kept": call.kept_nbytes}
+        for way, nbytes in {**ways, **call.read_nbytes}.items():
             if nbytes:
                 self._nbytes[group, method, way] += nbytes
-        for way, nbytes in call.read_nbytes.items():
-            self._nbytes[group, method, way] += nbytes
 
     def set_open(self, groups: Iterable[str]) -> None:
         """Say of which groups calls are open, each named once for each call; other groups that are known have none."""

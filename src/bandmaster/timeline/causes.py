@@ -14,10 +14,10 @@ A finding says which share of the run would be gained without its cause:
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ SLOW_REPLICA = 1.3  # the same for requests, which differ more than calls
 LEAST = {"slow": 0.03, "uneven": 0.1, "tail": 0.08, "link": 0.08, "controller": 0.1, "small": 0.2}  # shares of the run
 LONG_TAIL = 2.0  # the longest request runs so many times as long as the median one
 MEMORY_NBYTES = 1e9  # bytes in a second; a link that is slower than that is said to be slow
-LARGE_NBYTES = 1e6  # a group that moves fewer bytes has no slow link
+LARGE_NBYTES = 1e6  # a group that moves fewer bytes has no slow link, and a call that moves more is not small
 SLOW_LINK = 2.0  # a rank that moves its rows so many times as long as the others has a slow link
 LATE_NBYTES = 1e6  # bytes in a second; a reply that takes longer was read late by the controller
 TOGETHER_S = 1e-3  # ranks whose ends differ by less have ended together
@@ -109,11 +109,11 @@ def _findings(known: _Known) -> list[Finding]:
     for (group, method, is_request), some in methods.items():
         if is_request:
             found += [*_tail(group, method, some, known.total), *_slow_replicas(group, method, some, known.total)]
-        else:
-            found += _slow_ranks(group, method, some, known.total)
-        if not is_request and _are_small(some):
+            continue
+        found += _slow_ranks(group, method, some, known.total)
+        if costly := _small(group, method, some, known.total):
             small += some
-            found += _small(method, group, some, known.total)
+            found += costly
     found += [*_links(known), _controller(known, small)]
     kept = [finding for finding in found if finding.share >= LEAST[finding.kind]]
     return sorted(kept, key=lambda finding: -finding.share)
@@ -249,11 +249,8 @@ def _empty_s(wave: Sequence[Call]) -> float:
     since = max(call.sent for call in wave)
     ends = sorted(max(times.encoded for times in call.moments.values()) for call in wave)
     left = [end for end in ends if end > since]
-    lost, before = 0.0, since
-    for n_ended, end in enumerate(left):
-        lost += (end - before) * n_ended / len(left)
-        before = end
-    return lost
+    steps = enumerate(pairwise([since, *left]))  # the number of those that have ended, and the time until the next one
+    return sum((end - before) * n_ended / len(left) for n_ended, (before, end) in steps)
 
 
 # --- rows on their way ---
@@ -322,19 +319,14 @@ def _controller(known: _Known, small: Sequence[Call]) -> Finding:
     return Finding("controller", share, f"the controller takes {percent(share)}, while no rank works")
 
 
-def _are_small(calls: Sequence[Call]) -> bool:
-    """Whether calls cost more than they do."""
-    if len(calls) < MANY:
-        return False
-    ran = statistics.median(max(times.ran - times.decoded for times in call.moments.values()) for call in calls)
-    seconds = statistics.median((call.done or 0.0) - call.begun for call in calls)
-    nbytes = statistics.median(_nbytes(call) for call in calls)
-    return seconds < SHORT_S and seconds - ran > ran / 2 and nbytes < 1e6
-
-
-def _small(method: str, group: str, calls: Sequence[Call], total: float) -> list[Finding]:
+def _small(group: str, method: str, calls: Sequence[Call], total: float) -> list[Finding]:
+    """Many calls that cost more than they do."""
     ran = [max(times.ran - times.decoded for times in call.moments.values()) for call in calls]
     lasted = [(call.done or 0.0) - call.begun for call in calls]
+    usual, usual_ran = statistics.median(lasted), statistics.median(ran)
+    is_costly = usual < SHORT_S and usual - usual_ran > usual_ran / 2
+    if len(calls) < MANY or not is_costly or statistics.median(map(_nbytes, calls)) >= LARGE_NBYTES:
+        return []
     lost = sum(lasted) - sum(ran)
     each, work = 1000 * lost / len(calls), 1000 * sum(ran) / len(calls)
     text = (
@@ -357,16 +349,11 @@ def _longest(calls: Sequence[Call]) -> tuple[str, float]:
 def merged(spans: Iterable[tuple[float, float]]) -> Spans:
     """The union of some intervals, as intervals that do not overlap, in order."""
     union: Spans = []
-    begin = end = -math.inf
     for start, stop in sorted(spans):
-        if start > end:
-            if end > begin:
-                union.append((begin, end))
-            begin, end = start, stop
-        elif stop > end:
-            end = stop
-    if end > begin:
-        union.append((begin, end))
+        if union and start <= union[-1][1]:
+            union[-1] = union[-1][0], max(union[-1][1], stop)
+        elif stop > start:
+            union.append((start, stop))
     return union
 
 
