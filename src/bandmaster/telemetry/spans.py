@@ -19,16 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from opentelemetry.context import Context
-from opentelemetry.trace import (
-    Link,
-    Span,
-    SpanContext,
-    SpanKind,
-    StatusCode,
-    Tracer,
-    TracerProvider,
-    set_span_in_context,
-)
+from opentelemetry.trace import Link, Span, SpanContext, SpanKind, StatusCode, TracerProvider, set_span_in_context
 
 from bandmaster import __version__
 from bandmaster.timeline import Call
@@ -58,7 +49,7 @@ class Spans:
     """
 
     def __init__(self, provider: TracerProvider, began: float, phases: Mapping[str, str], model: str | None) -> None:
-        self._tracer: Tracer = provider.get_tracer("bandmaster", __version__)
+        self._tracer = provider.get_tracer("bandmaster", __version__)
         self._began_ns = int(1e9 * began)
         self._phases, self._model = phases, model
         self._known: OrderedDict[int, SpanContext] = OrderedDict()  # the spans of calls, by number
@@ -79,13 +70,9 @@ class Spans:
         """Make the spans of a call: they begin and end at its own times, in the past."""
         phase = self._phases.get(call.method)
         sources = sorted({number for number, _ in call.takes_from})
-        span = self._tracer.start_span(
-            f"rl.{phase}" if phase else call.method,
-            context=self._parent(call),
-            kind=SpanKind.CLIENT,
-            links=[Link(self._known[number]) for number in sources if number in self._known],
-            start_time=self._ns(call.begun),
-        )
+        links = [Link(self._known[number]) for number in sources if number in self._known]
+        name, parent, begun_ns = f"rl.{phase}" if phase else call.method, self._parent(call), self._ns(call.begun)
+        span = self._tracer.start_span(name, parent, SpanKind.CLIENT, links=links, start_time=begun_ns)
         if not span.is_recording():  # nobody wants it
             return
         span.set_attributes(self._attributes(call, phase))
@@ -102,11 +89,8 @@ class Spans:
 
     def _add_rank(self, call: Call, rank: int, within: Context) -> None:
         begun, decoded, ran, encoded, _ = call.moments[rank]
-        attributes: dict[str, str | int | float] = {
-            "bandmaster.group": call.group,
-            "bandmaster.rank": rank,
-            "bandmaster.queued": max(0.0, begun - call.sent),
-        }
+        attributes: dict[str, str | int | float] = {"bandmaster.group": call.group, "bandmaster.rank": rank}
+        attributes["bandmaster.queued"] = max(0.0, begun - call.sent)
         if rank in call.versions:
             attributes["bandmaster.weights.version"] = call.versions[rank]
         span = self._tracer.start_span(f"rank {rank}", within, SpanKind.SERVER, attributes, start_time=self._ns(begun))

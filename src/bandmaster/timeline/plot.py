@@ -74,8 +74,7 @@ def _draw(axes: Any, run: Run, lanes: Sequence[Lane], heights: Sequence[float]) 
     axes.tick_params(length=0, colors=SOFT)
     axes.grid(axis="x", color="#dfe3ea", linewidth=0.6)
     axes.set_axisbelow(True)
-    for side in ("top", "left", "right", "bottom"):
-        axes.spines[side].set_visible(False)
+    axes.spines[:].set_visible(False)
     _legend(axes, colours, lanes, run)
 
 
@@ -114,11 +113,5 @@ def _legend(axes: Any, colours: dict[tuple[str, str], str], lanes: Sequence[Lane
     entries += [(MOVING, "decode, encode"), (WAITING, "waiting")]
     entries += [(VERSION, "version of weights")] * any(lane.versions for lane in lanes)
     entries += [(STALL, "no progress")] * bool(run.stalls)
-    axes.figure.legend(
-        handles=[Patch(color=colour, label=label) for colour, label in entries],
-        loc="outside lower left",
-        ncols=5,
-        frameon=False,
-        fontsize=8,
-        handlelength=0.9,
-    )
+    handles = [Patch(color=colour, label=label) for colour, label in entries]
+    axes.figure.legend(handles=handles, loc="outside lower left", ncols=5, frameon=False, fontsize=8, handlelength=0.9)
