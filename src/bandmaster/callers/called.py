@@ -220,13 +220,11 @@ def _told_of_calls() -> str:
             for request in made.work.unanswered() if made is not None else ():
                 known = ranks.setdefault((request.site.method, group.name), set())
                 known.update(request.missing if name == "_submitter" else ())
-    return "\n".join(
-        [
-            f"  it waits for {method} of group {name!r}"
-            + (f", rank {', '.join(map(str, sorted(found)))}" if found else "")
-            for (method, name), found in ranks.items()
-        ]
-    )
+    lines = []
+    for (method, name), found in ranks.items():
+        where = f", rank {', '.join(map(str, sorted(found)))}" if found else ""
+        lines.append(f"  it waits for {method} of group {name!r}{where}")
+    return "\n".join(lines)
 
 
 here.told_of_calls = _told_of_calls

@@ -158,9 +158,8 @@ class Turn:
             self.number = next(_numbers)
             _waiting.append(self)
             try:
-                while not self._is_free():
-                    if not _changed.wait(self._deadline.left()) and not self._is_free():
-                        raise self._late()
+                if not _changed.wait_for(self._is_free, self._deadline.left()):
+                    raise self._late()
             finally:
                 _waiting.remove(self)
                 _changed.notify_all()  # a turn that was asked for later may be free now

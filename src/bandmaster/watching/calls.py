@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from bandmaster.calls.call import Call
-from bandmaster.calls.options import USUAL, WARN
+from bandmaster.calls.options import WARN
 from bandmaster.contract import Signs, Workers
 from bandmaster.errors import BandmasterError
 from bandmaster.errors.failure import is_in_debugger
@@ -163,8 +163,7 @@ class WatchedCalls:
     def _after(self, call: Any) -> float | None:
         """Seconds without progress after which a call has stalled; None for never."""
         limit: float | str | None = call.site.limits().stall_after
-        if limit != USUAL:
-            assert not isinstance(limit, str), "the options were checked"
+        if not isinstance(limit, str):  # `USUAL`
             return limit
         took = self._took.get(call.site.method)
         return UNKNOWN_S if took is None else min(max(USUAL_TIMES * took, LEAST_S), MOST_S)
