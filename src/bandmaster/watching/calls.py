@@ -17,7 +17,7 @@ from bandmaster.errors import BandmasterError
 from bandmaster.errors.failure import is_in_debugger
 from bandmaster.watching.chain import Find, chain, owing
 from bandmaster.watching.collectives import mismatches
-from bandmaster.watching.notice import RankFacts, Ranks, guilty, is_in_collective, named, notice, words_of
+from bandmaster.watching.notice import Ranks, facts_of, guilty, is_in_collective, named, notice, words_of
 from bandmaster.watching.stall import Policies, Renewed, Stall
 
 YOUNG_S = 0.5  # ranks of younger calls are not looked at
@@ -211,7 +211,8 @@ class WatchedCalls:
             if any(map(is_in_debugger, stacks[key].values())):
                 self._lives = {}  # they begin anew
                 return
-            facts = self._facts(workers, tickets, stacks[key])
+            signs = {rank: life.signs for rank, life in self._lives.items() if rank in tickets}
+            facts = facts_of(workers, signs, stacks[key])
             unread = [other for other in stalled if other.is_unread and not tickets.keys().isdisjoint(owing(other))]
             said[call] = self._stall(call, stalled[call], facts, n_more, unread)
         if not is_told:
@@ -229,13 +230,6 @@ class WatchedCalls:
         found = dict(workers.stacks(tickets))
         found.update(workers.stacks({rank: ticket for rank, ticket in tickets.items() if rank not in found}))
         return found
-
-    def _facts(self, workers: Workers, tickets: Mapping[int, Any], stacks: Mapping[int, str]) -> Ranks:
-        return {
-            rank: RankFacts(life.signs, stacks.get(rank, ""), *workers.records[rank][:2])
-            for rank, life in self._lives.items()
-            if rank in tickets
-        }
 
     def _stall(self, call: Any, seconds: float, facts: Ranks, n_more: int, unread: Sequence[Any]) -> Stall:
         site = call.site

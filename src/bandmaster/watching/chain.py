@@ -7,7 +7,7 @@ from typing import Any
 
 from bandmaster.calls.open_work import OpenWork
 from bandmaster.contract import QUEUED, Workers
-from bandmaster.watching.notice import Awaited, RankFacts, Ranks, awaited_by, named, places
+from bandmaster.watching.notice import Awaited, Ranks, awaited_by, facts_of, named, places
 
 MOST_CALLS = 8  # that a chain follows
 Find = Callable[[str], tuple[Workers, OpenWork] | None]  # the workers and the calls of an open group, by its name
@@ -49,13 +49,8 @@ def _facts(workers: Workers, work: OpenWork, call: Awaited) -> Ranks:
     which may have relayed it; or all, if it waits for a replica."""
     ranks: Iterable[int] = call.ranks or _owing(work, call.method) or range(len(workers.records))
     tickets: dict[int, Any] = dict.fromkeys(ranks)
-    stacks, signs = workers.stacks(tickets), workers.signs(list(tickets))
-    return {
-        rank: RankFacts(
-            signs[rank], stacks.get(rank, "").removeprefix(QUEUED), *workers.records[rank][:2], signs[rank].state == "R"
-        )
-        for rank in signs
-    }
+    stacks = {rank: stack.removeprefix(QUEUED) for rank, stack in workers.stacks(tickets).items()}
+    return facts_of(workers, workers.signs(list(tickets)), stacks)
 
 
 def _owing(work: OpenWork, method: str) -> list[int]:

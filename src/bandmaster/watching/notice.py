@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bandmaster.calls.request import CallSite
-from bandmaster.contract import QUEUED, Signs
+from bandmaster.contract import QUEUED, Signs, Workers
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>[^,]*), in (?P<function>.*)', re.MULTILINE)
 _HEADING = re.compile(r"^  (?:in .*|it runs requests|the event loop runs):$", re.MULTILINE)  # of tasks and threads
@@ -71,6 +71,14 @@ Ranks = Mapping[int, RankFacts]
 def is_in_collective(stack: str) -> bool:
     """Whether a rank is in a collective operation of torch, where it waits for other ranks."""
     return _COLLECTIVE in stack
+
+
+def facts_of(workers: Workers, signs: Mapping[int, Signs], stacks: Mapping[int, str]) -> Ranks:
+    """The facts about ranks, by their signs of life and their stacks."""
+    return {
+        rank: RankFacts(one, stacks.get(rank, ""), *workers.records[rank][:2], moves=one.state == "R")
+        for rank, one in signs.items()
+    }
 
 
 def awaited_by(stack: str) -> list[Awaited]:
