@@ -25,6 +25,7 @@ from bandmaster.platform.forks import n_forks
 from bandmaster.requests.arguments import Beside
 from bandmaster.requests.future import RequestFuture
 from bandmaster.requests.method import Made, RequestMethod
+from bandmaster.requests.request import Request
 from bandmaster.requests.router import Router
 from bandmaster.requests.target import ANY, LIMITS
 from bandmaster.wire.lanes import LaneClient
@@ -182,10 +183,16 @@ class CalledGroup:
         return made
 
     @cached_property
-    def _relay(self) -> Submitter:
-        """Sends calls to the controller, which relays them."""
+    def _controller(self) -> ReachedWorkers:
+        """The controller, which relays calls."""
         door = self._reference.door
-        workers: ReachedWorkers = _one_of((n_forks(), door), lambda: ReachedWorkers(door, "", 1, self.name))
+        found: ReachedWorkers = _one_of((n_forks(), door), lambda: ReachedWorkers(door, "", 1, self.name))
+        return found
+
+    @cached_property
+    def _relay(self) -> Submitter:
+        """Sends calls to the controller."""
+        workers = self._controller
         return Submitter(lambda: workers, self._cls, _ONE, self.name, f"{self._reference.key}/")
 
     @cached_property
