@@ -212,7 +212,14 @@ def nothing_is_left(request):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_segment_is_left():
+def earlier_objects_are_settled():
+    """Have collections of a module's tests skip what earlier ones have imported and kept, as `pytest_collection` does."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_segment_is_left(earlier_objects_are_settled):
     """After the tests of a module, and the groups that they shared, no shared memory is left."""
     with no_leaks(kinds=["segments"]):
         yield

@@ -4,22 +4,28 @@ import json
 
 import pytest
 import torch
+from later import Later
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register, rl
 
-disable_progress_bar()  # it would leave a thread
+transformers = Later("transformers")
 TOKENS = torch.arange(12).view(2, 6)
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 48}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_progress_bar():
+    transformers.utils.logging.disable_progress_bar()  # it would leave a thread
+
+
 def llama(is_tied=False):
     torch.manual_seed(3)
-    return LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=4, tie_word_embeddings=is_tied)).eval()
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SMALL, num_key_value_heads=4, tie_word_embeddings=is_tied)
+    ).eval()
 
 
 class Holder(bm.Worker):
@@ -47,7 +53,7 @@ def logits(model):
 
 
 def assert_same(folder, expected):
-    loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     assert type(loaded) is type(expected)
     assert torch.equal(logits(loaded), logits(expected))
 
@@ -74,14 +80,16 @@ def test_tied_weights_and_another_dtype_in_one_process(tmp_path):
     rl.export(tmp_path, model, dtype=torch.bfloat16, file_nbytes=20_000)
     rl.export(tmp_path, model, dtype=torch.bfloat16)
     assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"], "the old files are gone"
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert loaded.dtype == torch.bfloat16
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
 
 
 def test_weights_that_transformers_holds_fused_are_written_as_the_models_checkpoints_have_them(tmp_path):
-    model = MixtralForCausalLM(MixtralConfig(**SMALL, num_key_value_heads=4, num_local_experts=4)).eval()
+    model = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SMALL, num_key_value_heads=4, num_local_experts=4)
+    ).eval()
     rl.export(tmp_path, model, file_nbytes=20_000)
     names = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert any("experts.3.w1" in name for name in names)

@@ -2,18 +2,17 @@
 
 import pickle
 
-import datasets
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BatchEncoding, PreTrainedTokenizerFast
-from transformers.modeling_outputs import CausalLMOutput
+from later import Later
 
 import bandmaster as bm
 from bandmaster import Dispatch, Gather, Split, TransferProtocol, register
 from bandmaster.plan.batch import concat_rows, count_rows, slice_rows
 
+datasets, tokenizers, transformers = Later("datasets"), Later("tokenizers"), Later("transformers")
+modeling_outputs = Later("transformers.modeling_outputs")
 IDS = torch.arange(10).reshape(5, 2)
 
 
@@ -28,9 +27,9 @@ class Cutter(bm.Worker):
 
 
 def tokenized():
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     return fast(["a b", "b a", "a a", "b b", "a b"], return_tensors="np")
 
 
@@ -43,9 +42,9 @@ def reordered():
 
 
 TABLES = {
-    "BatchEncoding": lambda: BatchEncoding({"input_ids": IDS, "attention_mask": IDS > 2}),
+    "BatchEncoding": lambda: transformers.BatchEncoding({"input_ids": IDS, "attention_mask": IDS > 2}),
     "BatchEncoding of a fast tokenizer": tokenized,
-    "ModelOutput": lambda: CausalLMOutput(logits=IDS, loss=None),
+    "ModelOutput": lambda: modeling_outputs.CausalLMOutput(logits=IDS, loss=None),
     "Dataset": lambda: table_of(5),
     "Dataset in another order and format": reordered,
 }
@@ -89,10 +88,12 @@ def group():
 
 def test_encodings_that_are_not_one_for_each_row_are_left_out():
     table = tokenized()
-    text = BatchEncoding({"input_ids": np.arange(5)}, table.encodings[:1])  # as of one text, whose rows are its tokens
+    text = transformers.BatchEncoding(
+        {"input_ids": np.arange(5)}, table.encodings[:1]
+    )  # as of one text, whose rows are its tokens
 
     assert slice_rows(text, 0, 2).encodings is None
-    assert concat_rows([table, BatchEncoding(dict(table))]).encodings is None
+    assert concat_rows([table, transformers.BatchEncoding(dict(table))]).encodings is None
 
 
 def test_rows_of_a_dataset_in_memory_are_sent_without_the_others():

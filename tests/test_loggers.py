@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
+from later import Later
 
+transformers = Later("transformers")
 ROOT = Path(__file__).parents[1]
 SMALL = ["--train", "dp=1", "--backend", "inprocess", "--warm-up", "2", "--steps", "2", "--n-prompts", "4"]
 SMALL += ["--n-samples", "4", "--n-batches", "1"]
@@ -43,8 +43,8 @@ def test_metrics_are_logged(tmp_path, name, written):
 def test_a_trained_model_is_exported(tmp_path):
     done = grpo("--export", str(tmp_path / "model"))
     assert done.returncode == 0, done.stderr
-    disable_progress_bar()
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.model_type == "llama"
+    transformers.utils.logging.disable_progress_bar()
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.model_type == "llama"
 
 
 @pytest.mark.slow

@@ -40,8 +40,9 @@ class Model(bm.Worker):
 
 
 @pytest.fixture
-def group(make_group):
-    return make_group(2, Model)
+def group(make_group, make_pool):
+    """Workers without torch, whose calls are replayed without it; it takes seconds to import."""
+    return make_group(make_pool([2], preload=[]), Model)
 
 
 def replayed(*arguments):
@@ -110,9 +111,9 @@ def test_what_cannot_be_recorded_is_said(group, tmp_path, capsys):
             raise AssertionError("it was refused")
 
 
-@pytest.mark.backends("inprocess")
+@pytest.mark.backends("local")
 def test_the_methods_of_one_role_are_recorded(make_pool, tmp_path):
-    with bm.colocate(make_pool([2]), model=Model, other=Model) as roles:
+    with bm.colocate(make_pool([2], preload=[]), model=Model, other=Model) as roles:
         with record(roles.model, tmp_path, ranks=[0]):
             result = roles.model.noisy([1, 2])
             roles.other.noisy([1, 2])

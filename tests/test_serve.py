@@ -12,15 +12,16 @@ import urllib.request
 from pathlib import Path
 
 import numpy as np
-import openai
 import pytest
 from by_value import sent_by_value
+from later import Later
 
 import bandmaster as bm
 from bandmaster import Dispatch, register, rl
 from bandmaster.serve import Endpoint, Options, app, rows
 
 pytestmark = pytest.mark.backends("inprocess", "local")
+openai = Later("openai")
 TESTS = Path(__file__).parent
 KEY = "the key"
 HELLO = [{"role": "user", "content": "hello there"}]
