@@ -120,9 +120,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """Send the classes of modules to Ray by value: actors that import the modules import pytest and more, each time."""
+    """Send the classes of modules by value: workers that import the modules import pytest and more, each time."""
     for item in session.items:
-        if _is_on_ray(item):
+        if isinstance(item, pytest.Function):
             cloudpickle.register_pickle_by_value(item.module)
 
 
@@ -213,7 +213,7 @@ def nothing_is_left(request):
 
 @pytest.fixture(autouse=True, scope="module")
 def earlier_objects_are_settled():
-    """Have collections of a module's tests skip what earlier ones have imported and kept, as `pytest_collection` does."""
+    """Have garbage collections of a module's tests skip what earlier ones imported and kept: millions of objects."""
     gc.collect()
     gc.freeze()
 

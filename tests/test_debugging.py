@@ -236,7 +236,8 @@ def test_a_call_that_was_cancelled_leaves_the_debugger_when_it_goes_on(group):
 
 
 def test_an_ide_attaches_while_deadlines_wait(backend, capfd):
-    with bm.ResourcePool([2], backend=backend, env={"PYTHONBREAKPOINT": "debugpy.breakpoint"}) as pool:
+    env = {"PYTHONBREAKPOINT": "debugpy.breakpoint"}
+    with bm.ResourcePool([2], backend=backend, env=env, preload=[]) as pool:
         group = bm.WorkerGroup(pool, Model)
         pids = group.pids()
         for _ in range(2):  # the second time the debugger listens already

@@ -67,7 +67,7 @@ def test_groups_on_one_pool_share_its_devices_in_order(ray_cluster, each):
 
 def test_environment_variables_of_a_class_wrapped_by_ray_remote_reach_its_workers(ray_cluster):
     wrapped = ray_cluster.remote(runtime_env={"env_vars": {"MINE": "yes"}})(Look)
-    with bm.ResourcePool([1], backend="ray") as pool:
+    with bm.ResourcePool([1], backend="ray", preload=[]) as pool:
         assert bm.WorkerGroup(pool, wrapped).execute_all_sync("mine") == ["yes"]
 
 
@@ -81,7 +81,7 @@ def test_a_working_directory_of_a_class_is_that_of_its_workers(ray_cluster, tmp_
         archive.writestr("files/note.txt", "from the working directory")
     env = {"working_dir": f"file://{tmp_path}/files.zip", "env_vars": {"MINE": "yes"}}
     wrapped = ray_cluster.remote(runtime_env=env)(Reads)
-    with bm.ResourcePool([2], backend="ray") as pool:
+    with bm.ResourcePool([2], backend="ray", preload=[]) as pool:
         group = bm.WorkerGroup(pool, wrapped)
         assert group.read() == [("from the working directory", "yes", rank) for rank in (0, 1)]
         assert bm.WorkerGroup(pool, Look).execute_all_sync("mine") == [None, None], "they are those of the class alone"

@@ -290,10 +290,12 @@ def show(x):
         columns = [(c, one.dtype, short(one.tolist())) for c, one in columns]
         names = [x.index.names, *([x.columns.names] if name == "DataFrame" else [])]
         return f"{name} {columns} at {x.index.dtype} {names} {x.index.tolist()}"
-    if name == "NestedTensor" or getattr(x, "is_sparse", False):
-        return f"{name} {x.dtype} {x.layout} {[show(row.to_dense()) for row in x.unbind()]}"
+    if getattr(x, "is_sparse", False):
+        return f"{name} {x.layout} {show(x.to_dense())}"
+    if name == "NestedTensor":
+        return f"{name} {x.dtype} {x.layout} {list(map(show, x.unbind()))}"
     if hasattr(x, "numel"): x = x.detach()
-    if hasattr(x, "tolist") and np.prod(x.shape) > 999 and str(x.dtype) != "object":
+    if hasattr(x, "tolist") and (x.numel() if hasattr(x, "numel") else x.size) > 999 and str(x.dtype) != "object":
         x = x.float() if str(x.dtype) == "torch.bfloat16" else x
         numbers = np.array(x.resolve_conj() if hasattr(x, "numel") else x)
         numbers = numbers.astype("f8") if numbers.dtype == np.longdouble else numbers  # which has bytes without meaning
