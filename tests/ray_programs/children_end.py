@@ -7,10 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from ray.cluster_utils import Cluster
-
 sys.path.append(str(Path(__file__).parents[1]))
 from ends import wait_until_gone
+from small_ray import small_cluster
 
 CONTROLLER = """
 import os, subprocess, time
@@ -28,7 +27,7 @@ print("pids", *sum(group.start(), ()), flush=True)
 time.sleep(300)
 """
 
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+cluster = small_cluster(num_cpus=1)
 cluster.add_node(num_cpus=1)
 cluster.wait_for_nodes()
 try:

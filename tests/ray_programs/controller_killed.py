@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import ray
-from ray.cluster_utils import Cluster
 
 sys.path.append(str(Path(__file__).parents[1]))
 from clock import idle_time
 from ends import runs
+from small_ray import small_cluster
 
 CONTROLLER = """
 import os, time
@@ -37,7 +37,7 @@ print("pids", *pids, flush=True)
 time.sleep(300)
 """
 
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+cluster = small_cluster(num_cpus=4)
 ray.init(address=cluster.address, log_to_driver=False)
 
 

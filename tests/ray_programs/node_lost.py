@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import ray
-from ray.cluster_utils import Cluster
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
 
 sys.path.append(str(Path(__file__).parents[1]))
 from clock import idle_time
+from small_ray import small_cluster
 
 
 class Rows(bm.Worker):
@@ -39,7 +39,7 @@ class Rows(bm.Worker):
         time.sleep(300)
 
 
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+cluster = small_cluster(num_cpus=4)
 node = cluster.add_node(num_cpus=2)
 cluster.wait_for_nodes()
 ray.init(address=cluster.address, log_to_driver=False)

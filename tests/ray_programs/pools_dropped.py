@@ -3,12 +3,15 @@
 import signal
 import sys
 import time
+from pathlib import Path
 
 import ray
-from ray.cluster_utils import Cluster
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
+
+sys.path.append(str(Path(__file__).parents[1]))
+from small_ray import small_cluster
 
 
 class Echo(bm.Worker):
@@ -18,7 +21,7 @@ class Echo(bm.Worker):
         return value
 
 
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+cluster = small_cluster(num_cpus=0)
 cluster.add_node(num_cpus=2)
 cluster.add_node(num_cpus=1)
 cluster.wait_for_nodes()

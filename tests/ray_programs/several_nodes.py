@@ -1,12 +1,16 @@
 """Unequal pools on several Ray nodes: placed as asked, ranks in (node, device) order, refused with the numbers."""
 
 import os
+import sys
+from pathlib import Path
 
 import ray
-from ray.cluster_utils import Cluster
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
+
+sys.path.append(str(Path(__file__).parents[1]))
+from small_ray import small_cluster
 
 
 class Where(bm.Worker):
@@ -20,7 +24,7 @@ class Where(bm.Worker):
         return [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
 
 
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 1, "include_dashboard": False})
+cluster = small_cluster(num_cpus=1, num_gpus=1)
 cluster.add_node(num_cpus=2, num_gpus=2)
 cluster.wait_for_nodes()
 ray.init(address=cluster.address, log_to_driver=False)
