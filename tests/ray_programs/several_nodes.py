@@ -16,8 +16,8 @@ from small_ray import small_cluster
 class Where(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def look(self):
-        node = ray.get_runtime_context().get_node_id()
-        return node, self.node_rank, self.local_rank, self.local_world_size, int(os.environ["CUDA_VISIBLE_DEVICES"])
+        starter = os.getppid()  # each node has a process that starts its workers
+        return starter, self.node_rank, self.local_rank, self.local_world_size, int(os.environ["CUDA_VISIBLE_DEVICES"])
 
     @register(Dispatch.ONE_TO_ALL)
     def environment(self):
@@ -38,7 +38,8 @@ def main():
             places = [(node, local) for node, size in enumerate(shape) for local in range(size)]
             assert [(s[1], s[2]) for s in seen] == places
             assert [s[3] for s in seen] == [size for size in shape for _ in range(size)]
-            assert len({(s[0], s[1]) for s in seen}) == 2, "each entry of the pool is on a node of its own"
+            nodes = {(s[0], s[1]) for s in seen}
+            assert len({starter for starter, _ in nodes}) == len(nodes) == 2, "each entry has a node of its own"
             assert [s[4] for s in seen] == [local for _, local in places], "devices in order on each node"
             assert [env[0] for env in group.environment()] == list(range(3))
             assert {env[1] for env in group.environment()} == {3}
