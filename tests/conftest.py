@@ -70,8 +70,9 @@ def _start_ray(ray, n_attempts=4, **resources):
         ray.shutdown()
         for process in set(psutil.Process().children(recursive=True)).difference(before):
             process.kill()
+    if attempt > 1:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # of the processes that Ray has left
+            warnings.simplefilter("ignore", ResourceWarning)  # of the processes that Ray has left, and forgets only now
             gc.collect()
 
 
