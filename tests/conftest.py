@@ -121,9 +121,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """Send the classes of modules by value: workers that import the modules import pytest and more, each time."""
+    """Send the classes of modules to Ray by value: actors that import the modules import pytest and more, each time."""
     for item in session.items:
-        if isinstance(item, pytest.Function):
+        if _is_on_ray(item):
             cloudpickle.register_pickle_by_value(item.module)
 
 
