@@ -12,13 +12,18 @@ import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register, rl
 
 transformers = Later("transformers")
+# What the workers of these tests would each import.
+PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
 TOKENS = torch.arange(12).view(2, 6)
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 48}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_progress_bar():
+def loaded():
+    """The process that has imported these modules stays from test to test, as a group does that it has started."""
     transformers.utils.logging.disable_progress_bar()  # it would leave a thread
+    with bm.ResourcePool([1], preload=PRELOAD) as pool, bm.WorkerGroup(pool, bm.Worker):
+        yield
 
 
 def llama(is_tied=False):
@@ -60,7 +65,7 @@ def assert_same(folder, expected):
 
 @pytest.mark.parametrize("mesh", [Mesh(dp=2, tp=2), Mesh(dp=4, tp=1), Mesh(dp=1, tp=2)], ids=str)
 def test_any_layout(tmp_path, mesh):
-    with bm.ResourcePool([mesh.size]) as pool:
+    with bm.ResourcePool([mesh.size], preload=PRELOAD) as pool:
         group = bm.WorkerGroup(pool, Holder, mesh=mesh)
         with bm.trace() as trace:
             group.export(str(tmp_path / "one"))
