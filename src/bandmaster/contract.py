@@ -312,7 +312,7 @@ class WorkerCall(NamedTuple):
 
     Attributes:
         ranks: The ranks.
-        method: Name of the method, or `CONSTRUCT`.
+        method: Name of the method, or one of the reserved names of this module, such as `CONSTRUCT` and `RUN`.
         parts: Payloads as `Workers.put` returned them; each decodes to ``((position or keyword, value), ...)``.
         reply: What happens to the method's value.
         rows: Kept rows as `Workers.put` returned them, by the labels that arguments refer to them by.

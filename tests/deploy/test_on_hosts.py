@@ -60,7 +60,7 @@ def metrics_of(out):
 
 
 def test_gloo_takes_the_interface_to_the_other_hosts_where_the_hosts_name_has_no_address(bare):
-    said = "import os\nfrom bandmaster.rl.interfaces import choose_interface\n"
+    said = "import os\nfrom bandmaster.rl.gloo_interface import choose_interface\n"
     said += f"choose_interface('{address(1)}')\nprint(os.environ.get('GLOO_SOCKET_IFNAME'))"
 
     def chosen(**environment):

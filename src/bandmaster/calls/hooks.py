@@ -4,7 +4,7 @@
 
     admit    Submitter.gate   may the group be called now? (turns)
     trace    hooks.trace      a record of the call, notified of each of its moments (tracing)
-    result   Result           a future stands for any result: streams and chunks make their own (flow)
+    result   Result           a future stands for any result: streams and maps make their own (flow, requests)
 """
 
 from __future__ import annotations

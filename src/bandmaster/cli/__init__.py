@@ -1,6 +1,6 @@
 """The command ``bandmaster``: inspect a machine, list and end the groups on it, and preview a pool.
 
-This is the only part of the library that prints. Each command is a module that gathers facts as plain values, judges
+Each command is a module that gathers facts as plain values, judges
 them with pure functions, and prints the result. A command's module is imported only when the command runs::
 
     doctor:    gather ──► Facts ──► findings.judge ──► text
@@ -99,6 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     if arguments.command == "ps":
         return ps(arguments.controller)
+    assert arguments.command == "kill", "each command of the parser is run above"
     return kill(arguments.groups, arguments.all, arguments.orphans, arguments.yes, arguments.controller)
 
 
@@ -171,7 +172,7 @@ def _add_debug(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     replay = commands.add_parser("replay", help="run a recorded call, which is a pickle, in this process under pdb")
-    replay.add_argument("path", metavar="PATH", help="a recorded call, or the folder that options(record=...) named")
+    replay.add_argument("path", metavar="PATH", help="a recorded call, or the folder that testing.record wrote to")
     replay.add_argument("--rank", type=int, help="only calls of this rank; default: any")
     replay.add_argument("--run", action="store_true", help="print the result or the traceback, without a debugger")
 

@@ -15,7 +15,6 @@ the base of workers that are inference engines, of which `VLLM` is one.
 
 from bandmaster.rl.checkpoints import Checkpoints, load, save
 from bandmaster.rl.connect import Connectable, Connection, connect
-from bandmaster.rl.engine import HybridEngine
 from bandmaster.rl.engines.answers import Answer, padded
 from bandmaster.rl.engines.completions import (
     Choice,
@@ -33,6 +32,7 @@ from bandmaster.rl.engines.interface import Engine
 from bandmaster.rl.engines.sampling import Sampling
 from bandmaster.rl.engines.vllm import VLLM
 from bandmaster.rl.exporting import export
+from bandmaster.rl.hybrid_engine import HybridEngine
 from bandmaster.rl.layout import Box, Layout
 from bandmaster.rl.local_tensors import load_tensors, tensor_specs
 from bandmaster.rl.meshes import device_mesh, start_torch_distributed

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bandmaster import Dispatch, Execute, UsageError, Worker, as_completed, register
-from bandmaster.rl.interfaces import choose_interface
+from bandmaster.rl.gloo_interface import choose_interface
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from bandmaster import UsageError, Worker
-from bandmaster.rl.interfaces import choose_interface
+from bandmaster.rl.gloo_interface import choose_interface
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,5 +9,6 @@
 
 A rank moves if it uses the processor, as Python and native code do that compute, or begins another method. A call has
 stalled if none of the ranks that owe a reply has moved for `stall_after`, or one has not, while all others that move
-are in collectives, where they may spin.
+are in collectives, where they may spin. Constructors that wait, turns that are never given back, and requests whose
+place never becomes free have notices as well.
 """

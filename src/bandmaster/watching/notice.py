@@ -1,4 +1,4 @@
-"""The words of a notice: what has stalled, and for each set of ranks alike where they are, the guilty first. Pure."""
+"""The words of a notice of a call: what has stalled, and where each set of ranks alike is, the guilty first. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The format of what lanes and links carry: messages to workers, and the workers' replies.
+"""The format of calls and replies, over lanes and inside of the frames of links.
 
 ::
 
@@ -9,6 +9,10 @@ A reply names its message by number, so that it never goes to the wrong call, wh
 moment. A payload is named by a *part*: its bytes, or a number: over a lane, that of the shared segment that they lie
 in; over a link, that of the chunks of the frame. Kept rows are named in the same way, or over a link by their key: the
 number of the call that has made them, and the rank.
+
+A worker is reached in three other ways: by the status page and a signal, to be interrupted or asked for its stacks
+(`bandmaster.wire.status_page`); by a method whose name is reserved (`bandmaster.contract`); and on other hosts by a
+question to the agent (`FrameKind.ASK`).
 """
 
 from __future__ import annotations

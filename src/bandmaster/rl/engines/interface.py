@@ -37,7 +37,8 @@ class Engine(TakesWeights, ABC):
     is busy; ``group.pause.all("keep")`` reaches all replicas.
 
     An engine implements `answers`, `increments`, and the methods that control it. All run on the event loop of the
-    worker, one at a time between two ``await``s. With `load_weights`, it is a target of `WeightSync`.
+    worker, one at a time between two ``await``s. It overrides `is_ready` and `is_asleep` if it can be paused or put to
+    sleep, `conversation` for servers, and `load_weights` to be a target of `WeightSync`.
 
     Attributes:
         vocab_size: Token ids of prompts are below this number. An engine sets it in its constructor.
