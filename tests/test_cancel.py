@@ -100,6 +100,17 @@ def test_maps_send_no_more_requests(slow, gate):
 
 
 @pytest.mark.backends("local")
+def test_a_call_behind_requests_is_cancelled_with_them_and_does_not_run(slow, gate):
+    for _ in range(30):
+        future = slow.ask.map(list(range(6)), **in_vain(gate)).future
+        behind = slow.rows.submit([1, 2])
+        assert slow.cancel() == 2
+        for cancelled in (future, behind):
+            with pytest.raises(bm.CallCancelled):
+                cancelled.result(timeout=20)
+
+
+@pytest.mark.backends("local")
 def test_a_role_cancels_its_own_calls_and_the_colocated_group_all(make_pool, gate, tmp_path):
     group = bm.colocate(make_pool([2]), actor=Slow, critic=Other)
     other_gate = tmp_path / "other gate"

@@ -75,9 +75,11 @@ class InParts(Protocol):
 
     Attributes:
         site: Its `CallSite`: names for messages, and limits.
+        are_requests: Whether its parts are requests, which run beside each other, and calls behind them wait.
     """
 
     site: CallSite
+    are_requests: bool
 
     @property
     def is_ended(self) -> bool:
@@ -281,12 +283,15 @@ class OpenWork:
             waiting = [call for call in reversed(self.waiting) if is_meant(call.site)]
         n_cancelled = sum([call.cancel() for call in waiting])  # the last one first, so that none is sent meanwhile
         in_parts = [call for reference in self._in_parts.valuerefs() if (call := reference()) is not None]
-        n_cancelled += sum([call.cancel() for call in in_parts if is_meant(call.site) and not call.is_ended])
+        in_parts = [call for call in in_parts if is_meant(call.site) and not call.is_ended]
+        n_cancelled += sum([call.cancel() for call in in_parts if not call.are_requests])
         as_one = set()
         for sent in self._unfinished():
             if is_meant(sent.site) and not (sent.is_cancelled or sent.is_cleanup):
                 sent.cancel()
                 as_one.add(id(sent.failures))
+        # Requests last, as the calls behind them begin when they have ended.
+        n_cancelled += sum([call.cancel() for call in in_parts if call.are_requests and not call.is_ended])
         return n_cancelled + len(as_one)
 
     @contextlib.contextmanager

@@ -89,6 +89,7 @@ class Feed(Result):
         done: Its end, with the error if there is one: no more parts are sent. It is set by one assignment.
         lock: Held while parts are sent, and while the end is made.
         is_sent_in_background: Whether it begins when its rows are there, though no thread waits for it.
+        are_requests: Whether its parts are requests.
         is_per_share: Whether each share makes parts of its own, and no more after an error; else any share makes any.
 
     Args:
@@ -98,6 +99,7 @@ class Feed(Result):
         keeps_rows: Whether the rows of all parts stay where they are made.
     """
 
+    are_requests = False
     is_per_share = True
     is_sent_in_background = False
 

@@ -145,6 +145,7 @@ class MapFeed(Feed):
         beside: Keyword arguments of each request that are not the method's, but the library's.
     """
 
+    are_requests = True
     is_per_share = False
 
     def __init__(

@@ -47,8 +47,11 @@ class Router:
         concurrency: Most requests of the method that a replica runs at a time.
         replicas: The replicas.
         waiting: The requests that wait for a place.
+        are_requests: True.
         sources: Of maps that send more requests as others end, the functions that do so.
     """
+
+    are_requests = True
 
     def __init__(self, submitter: Submitter, spec: MethodSpec, workers: Workers) -> None:
         protocol: Any = spec.registration.protocol
