@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -343,15 +343,21 @@ def test_a_map_goes_on_though_a_request_of_its_method_waits(group):
     async def ask():
         return await group.one.options(min_version=9)(0)
 
-    waiting = asyncio.run_coroutine_threadsafe(ask(), loop)
+    async def end(task):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def begin():
+        return asyncio.create_task(ask())
+
+    waiting = asyncio.run_coroutine_threadsafe(begin(), loop).result(DEADLINE)
     try:
         start = time.monotonic()
         assert group.one.map(list(range(9)), in_flight=1).result() == list(range(9))
         assert time.monotonic() - start < 9
     finally:
-        waiting.cancel()
-        with pytest.raises(CancelledError):
-            waiting.result(DEADLINE)
+        asyncio.run_coroutine_threadsafe(end(waiting), loop).result(DEADLINE)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator
 from typing import Any, NoReturn, TypeVar
 
 from bandmaster.calls.future import Future
-from bandmaster.errors import CallTimeout
+from bandmaster.errors import CallTimeout, ResourceError
+from bandmaster.platform.limits import start_thread
 from bandmaster.requests.request import Request
 
 T = TypeVar("T")
@@ -52,6 +54,10 @@ class RequestFuture(Future[T]):
                         if not late.is_debugged:
                             late.future = self
                             raise late
+            except GeneratorExit:  # the task is collected, at any point of what this thread does
+                with contextlib.suppress(ResourceError):
+                    start_thread("bandmaster-cancel", request.cancel)
+                raise
             except BaseException:
                 request.cancel()
                 raise
