@@ -422,9 +422,13 @@ async def awaited(future):
 BRANCHES = {
     'elif type(x).__module__ == "torch" and x.layout is torch.strided': ("torch", 2),
     'elif type(x).__name__ == "NestedTensor"': ("nested", 2),
-    'if name == "NestedTensor" or getattr(x, "is_sparse", False)': ("nested to_sparse", 2),
+    'if getattr(x, "is_sparse", False)': ("to_sparse", 2),
+    'if name == "NestedTensor"': ("nested", 2),
     'if hasattr(x, "numel"): x = x.detach()': ("torch", 1),
-    'if hasattr(x, "tolist") and np.prod(x.shape) > 999 and str(x.dtype) != "object"': ("9000", 4),
+    'if hasattr(x, "tolist") and (x.numel() if hasattr(x, "numel") else x.size) > 999 and str(x.dtype) != "object"': (
+        "9000",
+        5,
+    ),
     "def short(x)": ("9000 bytes", 4),
     'elif type(x).__name__ == "DataFrame"': ("pd", 3),
     "elif isinstance(x, tuple)": ("Pair", 2),
