@@ -18,6 +18,7 @@ from hosts import spread
 
 import bandmaster as bm
 from bandmaster import Dispatch, RemoteError, register, rl
+from bandmaster.watching.collectives import mismatches
 
 DEADLINE = 30
 AFTER = 0.5
@@ -346,6 +347,18 @@ class Trains(bm.Worker):
             distributed.broadcast(torch.ones(1), 0)
         else:
             distributed.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_had_no_time_to_tell_of_its_operation_is_not_said_to_be_behind():
+    def stack(name, told=True):
+        line = f"  collective: {name}, number 1 of process group default_pg, not ended\n" if told else ""
+        return f'  File "/site-packages/torch/distributed/distributed_c10d.py", line 3000, in {name}\n{line}'
+
+    told = {0: stack("all_reduce"), 1: stack("broadcast"), 2: stack("all_reduce", told=False)}
+    lines, late = mismatches(told)
+    assert (len(lines), late) == (1, []), lines
+    assert lines[0].endswith("rank 0 in all_reduce, rank 1 in broadcast")
+    assert mismatches({**told, 3: '  File "agent.py", line 3, in step'})[1] == [3]
 
 
 @pytest.mark.slow

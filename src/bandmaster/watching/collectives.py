@@ -35,8 +35,9 @@ def mismatches(stacks: Mapping[int, str]) -> tuple[list[str], list[int]]:
     waiting = {rank for rank, stack in stacks.items() if is_in_collective(stack)}
     lines, late = list[str](), list[int]()
     for group, entered in sorted(groups.items()):
-        if group == DEFAULT:
-            entered = {rank: entered.get(rank, _Entered(0, "")) for rank in stacks}
+        if group == DEFAULT:  # ranks in an operation that they had no time to tell of are left out
+            untold = stacks.keys() - entered.keys() - waiting
+            entered = {**entered, **dict.fromkeys(untold, _Entered(0, ""))}
         last = max(one.number for one in entered.values())
         by_name: dict[str, list[int]] = {}
         for rank, one in entered.items():
