@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from cpu_environment import environment
+
 HERE = Path(__file__).parent
 N_STEPS = 3
 LARGEST_DIFFERENCE = 0.01  # of probabilities: another version of the weights differs by more
@@ -29,21 +31,10 @@ PLUGIN = "bandmaster.compat.verl_rollout"
 
 
 def main(*chosen):
-    tests = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-c",
-        os.devnull,
-        "--rootdir",
-        HERE,
-        "--noconftest",
-        "-p",
-        "no:cacheprovider",
-    ]
+    tests = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-c", os.devnull]
+    tests += ["--rootdir", HERE, HERE / "rollout_requests.py"]
     path = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)])
-    subprocess.run([*tests, HERE / "rollout_requests.py"], env={**os.environ, "PYTHONPATH": path}, check=True)
+    subprocess.run(tests, env={**os.environ, "PYTHONPATH": path}, check=True)
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, HERE / "clients" / "tiny.py", folder, folder, "{}"], check=True)
         failed = [name for name in chosen or RUNS if not passes(name, Path(folder), *RUNS[name])]
@@ -58,25 +49,17 @@ def passes(name, folder, is_v1, on, has_our_loops):
         settings["+actor_rollout_ref.rollout.agent.agent_loop_manager_class"] = f"{PLUGIN}.AgentLoops"
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ray") as ray_folder:
-        environment = {
-            **os.environ,
-            "VERL_ON": on,
-            "N_FAKE_GPUS": "8",
-            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)]),
-            "VERL_PLATFORM": "cpu",
-            "VERL_USE_EXTERNAL_MODULES": "cpu_trainer",
-            "VERL_ENGINE_DEVICE": "cuda",
-            "RAY_prestart_worker_first_driver": "0",
-            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_DEDUP_LOGS": "0",
-            "RAY_TMPDIR": ray_folder,
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        variables = environment(
+            on,
+            "cpu_trainer",
+            VERL_ENGINE_DEVICE="cuda",
+            RAY_DEDUP_LOGS="0",
+            RAY_TMPDIR=ray_folder,
+            HF_HUB_OFFLINE="1",
+            TOKENIZERS_PARALLELISM="false",
+        )
         command = [sys.executable, HERE / "trainer.py", *[f"{key}={value}" for key, value in settings.items()]]
-        run = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
+        run = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=600)
     said = run.stdout + run.stderr
     steps = list(dict.fromkeys(re.findall(r"\bstep:(\d+) - ", said)))
     differences = [float(one) for one in re.findall(r"training/rollout_probs_diff_max:([0-9.e+-]+)", said)]

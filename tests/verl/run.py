@@ -14,6 +14,8 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from cpu_environment import environment
+
 HERE = Path(__file__).parent
 N_AT_ONCE = 2  # files, which mostly wait
 LEFT_OUT = {"test_ray_collectives", "test_rvdz"}
@@ -22,36 +24,24 @@ SMALLER = {"batch_size = 4096": "batch_size = 256"}  # 2 GiB of rows, which thes
 
 def main(folder, on, *chosen):
     tests = unpacked(Path(folder), on)
-    environment = {
-        **os.environ,
-        "VERL_ON": on,
-        "N_FAKE_GPUS": "8",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)]),
-        "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": "cpu_platform",
-        "RAY_prestart_worker_first_driver": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "OMP_NUM_THREADS": "1",
-    }
     chosen = [
         test
         for test in sorted(tests.glob("test_*.py"))
         if test.stem not in LEFT_OUT and (not chosen or test.stem in chosen)
     ]
     with ThreadPoolExecutor(N_AT_ONCE) as threads:
-        passed = list(threads.map(lambda test: passes(test, environment), chosen))
+        passed = list(threads.map(lambda test: passes(test, environment(on)), chosen))
     failed = [test.stem for test, has_passed in zip(chosen, passed, strict=True) if not has_passed]
     sys.exit(f"failed on {on}: {', '.join(failed)}" if failed else 0)
 
 
-def passes(test, environment):
+def passes(test, variables):
     """Run a file, with a Ray of its own. Prints a line about it, and all that it printed if it fails."""
     begin = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(test.parent), "-q"]
     command += ["-p", "no:cacheprovider", "--timeout=300", str(test)]
     with tempfile.TemporaryDirectory(prefix="ray") as directory:  # where Ray notes the cluster that runs
-        own = {**environment, "RAY_TMPDIR": directory}
+        own = {**variables, "RAY_TMPDIR": directory}
         run = subprocess.run(command, env=own, cwd=test.parent, capture_output=True, text=True)
     said = f"{test.stem:40} {run.stdout.strip().splitlines()[-1]} ({time.monotonic() - begin:.0f} s)"
     print(said, *[run.stdout + run.stderr] * bool(run.returncode), sep="\n", flush=True)

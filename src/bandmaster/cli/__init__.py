@@ -1,7 +1,7 @@
 """The command ``bandmaster``: inspect a machine, list and end the groups on it, and preview a pool.
 
-Each command is a module that gathers facts as plain values, judges
-them with pure functions, and prints the result. A command's module is imported only when the command runs::
+Each command is a module that gathers facts as plain values, judges them with pure functions, and prints the result. A
+command's module is imported only when the command runs::
 
     doctor:    gather ──► Facts ──► findings.judge ──► text
     ps, kill:  discovery ──► Discovered ──► processes ──► text, signals
