@@ -39,21 +39,24 @@ HAS_RAY = importlib.util.find_spec("ray") is not None
 
 
 class Soak:
-    def __init__(self, seed, check_every, skipped):
+    def __init__(self, seed, check_every, skipped, n_groups):
         self.rng = random.Random(seed)
         self.stats = Stats()
         self.watchdog = Watchdog(self.stats)
         self.interrupter = Interrupter(self.rng)
-        self.check_every, self.skipped = check_every, skipped
+        self.check_every, self.skipped, self.n_groups = check_every, skipped, n_groups
+
+    def is_over(self, until):
+        return time.monotonic() >= until or self.stats.n_groups >= self.n_groups
 
     def run_local(self, seconds):
         """Groups whose workers are forked now from a process with torch, now from one without."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        while not self.is_over(until):
             has_torch = HAS_TORCH and self.rng.random() < 0.5
             os.environ["BANDMASTER_PRELOAD"] = "numpy.random,torch" if has_torch else "numpy"
             self.run_episodes("local", until, 3, has_torch)
-            if time.monotonic() < until:
+            if not self.is_over(until):
                 self.kill_zygote()
 
     def run_ray(self, seconds):
@@ -68,12 +71,12 @@ class Soak:
     def run_episodes(self, backend, until, n_rounds, has_torch):
         """Rounds of groups; each round leaves nothing behind."""
         for _ in range(n_rounds):
-            if time.monotonic() >= until:
+            if self.is_over(until):
                 return
             kinds = ["threads", "processes", "segments", "placements"] + ["descriptors"] * (backend == "local")
             with no_leaks(kinds=kinds):
                 for _ in range(self.check_every):
-                    if time.monotonic() < until:
+                    if not self.is_over(until):
                         self.episode(backend, has_torch).run()
 
     def episode(self, backend, has_torch):
@@ -97,6 +100,7 @@ class Soak:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0, help="how long at most (%(default)g)")
+    parser.add_argument("--groups", type=int, default=sys.maxsize, help="how many at most (default: as time allows)")
     parser.add_argument(
         "--seed", type=int, default=random.randrange(2**32), help="of what is done; timing is not in it"
     )
@@ -104,7 +108,7 @@ def main():
     parser.add_argument("--skip", nargs="*", default=(), help="what not to do, such as 'interrupt close' or 'kill'")
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
-    soak = Soak(options.seed, options.check_every, options.skip)
+    soak = Soak(options.seed, options.check_every, options.skip, options.groups)
     ray_s = options.minutes * 60 * RAY_SHARE * HAS_RAY
     ray_s = ray_s if ray_s >= LEAST_RAY_S else 0.0
     try:
