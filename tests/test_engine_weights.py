@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -532,6 +533,44 @@ def test_replicas_that_die_are_replaced_and_get_traffic_at_the_right_version(sou
     told = [record.getMessage() for record in caplog.records if record.name == "bandmaster.rl"]
     assert len(told) == 4, "each death is told of once"
     assert all("died, and was replaced in" in one for one in told)
+
+
+class SlowAgain(Recorder):
+    """An engine that takes as long to start as one likes, but for the first time.
+
+    Args:
+        folder: It tells of its start in a file there, and goes on when there is another one.
+    """
+
+    def __init__(self, folder):
+        if (folder / "begun").exists():
+            (folder / "again").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.01)
+        super().__init__()
+
+
+@pytest.mark.backends("local")
+@pytest.mark.parametrize("delta", [False, True])
+def test_syncs_go_on_while_a_replica_starts_again(source, make_group, tmp_path, delta):
+    engine = make_group(2, SlowAgain, tmp_path)
+    sync = rl.WeightSync(source, engine, heals=True, delta=delta)
+    sync(version=1)
+    (tmp_path / "begun").touch()
+    os.kill(engine.process()[1], signal.SIGKILL)
+    while not (tmp_path / "again").exists():
+        engine.healthy  # noqa: B018  # it is told of the death then
+    for version in (2, 3):
+        source.step(version, size=0.1)
+        sync.submit(version=version).result(DEADLINE_S)
+        ask = engine.request.options(min_version=version, timeout=DEADLINE_S)
+        assert ask([1]).result()[0].versions == [version]
+    (tmp_path / "go").touch()
+    assert sync.wait_until_healed(DEADLINE_S)
+    assert_has(engine, source, 3)
+    source.step(4, size=0.1)
+    sync(version=4)
+    assert_has(engine, source, 4)
 
 
 @pytest.mark.backends("local")

@@ -31,6 +31,7 @@ class Healing:
         self._is_whole = threading.Event()
         self._is_whole.set()
         self._error: BaseException | None = None
+        self._one_at_a_time = threading.Lock()
         self._group.on_death(lambda death: self._begin(sorted(death.failures), death.failures[death.rank].summary))
         sync.on_engine_death = lambda replica, error: self._begin([replica], str(error.__cause__))
 
@@ -53,7 +54,7 @@ class Healing:
         begun = time.monotonic()
         which = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {self._group.name} died"
         try:
-            with self._sync.lock:
+            with self._one_at_a_time:
                 told = self._replace(ranks[0])
         except ClosedError:
             return
@@ -72,24 +73,32 @@ class Healing:
 
     def _replace(self, rank: int) -> str:
         """Replace what has died. Returns which weights it has, for the log."""
-        held = self._sync.present()
+        sync, group = self._sync, self._group
+        with sync.lock:
+            held = sync.present()
         state = None if held is None else AwaitWeights(held.version)
-        spans_ranks = self._group.world_size > self._sync.n_replicas
         for n_left in reversed(range(N_TRIES)):
             try:
                 # the ranks of a replica have one process group for good; and a restart takes the weights of the peers
-                if spans_ranks or (n_left == 0 and self._sync.has_source):
-                    self._group.restart(state)
-                    replicas = list(range(self._sync.n_replicas))
-                else:
-                    self._group.replace(rank, state)
-                    replicas = [rank]
-                froms = [] if held is None else [self._sync.restore(replica) for replica in replicas]
+                if group.world_size > sync.n_replicas or (n_left == 0 and sync.has_source):
+                    with sync.lock:
+                        group.restart(state)
+                        return self._restored(range(sync.n_replicas))
+                with sync.without(rank):  # other replicas get new weights meanwhile
+                    group.replace(rank, state)
+                with sync.lock:
+                    return self._restored([rank])
             except ClosedError:
                 raise
             except (WorkerDied, UsageError):  # another replica has died meanwhile, or the new one
                 if n_left == 0:
                     raise
-            else:
-                return "" if held is None else f", with version {held.version} of the weights from {froms[0]}"
         raise AssertionError("the last try returns or raises")
+
+    def _restored(self, replicas: Sequence[int]) -> str:
+        """Bring the last weights to replicas. The lock is held. Returns which these are, for the log."""
+        held = self._sync.present()
+        if held is None:
+            return ""
+        places = [self._sync.restore(replica) for replica in replicas]
+        return f", with version {held.version} of the weights from {places[0]}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bandmaster import RemoteError, UsageError, WorkerDied
@@ -48,7 +48,8 @@ class Restores:
 
     Attributes:
         has_source: Whether weights can come from elsewhere than from other replicas.
-        lock: Held during a sync, and while a replica is replaced.
+        lock: Held during a sync, and while a replica gets its weights.
+        away: The replicas that are being replaced, which all others leave out.
         on_engine_death: Called with the number of a replica whose engine has died and with the error, though its worker
             lives, if replicas that died are left out.
         has_healed: Notified when replicas were replaced, or could not be.
@@ -61,9 +62,25 @@ class Restores:
     def __init__(self, target: Any, n_replicas: int, bucket_nbytes: int = BUCKET_NBYTES) -> None:
         self.target, self.n_replicas, self._bucket_nbytes = target, n_replicas, bucket_nbytes
         self.lock = threading.Lock()
+        self.away: frozenset[int] = frozenset()
         self.has_healed = threading.Condition()
         self.n_healed, self.heals_succeed = 0, True
         self.on_engine_death: Callable[[int, BaseException], None] = lambda replica, error: None
+
+    @contextlib.contextmanager
+    def without(self, replica: int) -> Iterator[None]:
+        """Leave a replica out of the syncs that begin within the block, which replaces it."""
+        with self.lock:
+            self.away = frozenset([replica])
+        try:
+            yield
+        finally:
+            self.away = frozenset()
+
+    @property
+    def reachable(self) -> list[int]:
+        """The replicas but for those that are being replaced."""
+        return [replica for replica in range(self.n_replicas) if replica not in self.away]
 
     def present(self) -> Held | None:
         """Return the weights that the replicas have; None before the first sync."""
@@ -91,7 +108,7 @@ class Restores:
         Returns:
             The place from which they came; "" if no replica gave them.
         """
-        for peer in range(self.n_replicas):
+        for peer in self.reachable:
             if peer != replica:
                 with contextlib.suppress(RemoteError, WorkerDied):
                     self.give(replica, held, specs, self._rows_of(peer, held.sync, specs))
@@ -169,7 +186,7 @@ class PeerWeights(Restores):
 
     def _said(self) -> dict[int, HeldWeights | None]:
         """The weights that each replica says it has."""
-        return self.ask("held_weights", range(self.n_replicas), lambda _: ())[0]
+        return self.ask("held_weights", self.reachable, lambda _: ())[0]
 
     def _last(self, said: Mapping[int, HeldWeights | None]) -> HeldWeights | None:
         """The weights that came last."""

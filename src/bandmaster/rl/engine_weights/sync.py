@@ -174,6 +174,8 @@ class EngineSync(Restores):
             begun.rows[0].result()
         while True:
             n_healed = self.n_healed
+            if not self.reachable:
+                self._is_healed(beyond=n_healed)
             try:
                 return self._stage_and_use(begun, version, in_flight)
             except NoneLeft as none:
@@ -192,10 +194,11 @@ class EngineSync(Restores):
             self.lock.acquire()
 
     def _stage_and_use(self, begun: Begun, version: Any, in_flight: PauseMode) -> None:
+        replicas = self.reachable or list(range(self.n_replicas))
         try:
-            alive, addresses = self._stage(begun, list(range(self.n_replicas)))
+            alive, addresses = self._stage(begun, replicas)
         except BaseException:
-            self.quietly("revert_weights", range(self.n_replicas), begun.sync)
+            self.quietly("revert_weights", replicas, begun.sync)
             raise
         self._use(alive, begun.sync, version, in_flight, addresses)
 
