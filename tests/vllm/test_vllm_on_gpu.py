@@ -93,7 +93,9 @@ def test_sleep_gives_the_cache_and_the_weights_up(engine):
     engine.sleep.all().result()
     asleep = used_nbytes()
     assert before - asleep > 0.9 * CACHE_NBYTES
-    engine.wake.all().result()
+    engine.wake.all("weights").result()
+    assert used_nbytes() < asleep + 0.1 * CACHE_NBYTES
+    engine.wake.all("kv_cache").result()
     assert used_nbytes() > asleep + 0.9 * CACHE_NBYTES
     assert answers(engine) == expected
 

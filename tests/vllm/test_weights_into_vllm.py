@@ -84,7 +84,10 @@ def test_weights_to_replicas_of_two_ranks(source, wrong, reference, model_path):
             rl.WeightSync(wrong, engine)(version=21)
         assert_answers_are_those_of(reference, engine, 20)
         source.draw(22)
+        engine.sleep.all().result()
+        engine.wake.all("weights").result()
         sync(version=22)
+        engine.wake.all("kv_cache").result()
         reference.follow(source)
         assert_answers_are_those_of(reference, engine, 22)
 
@@ -115,6 +118,35 @@ def test_weights_to_one_replica_of_one_rank_that_refuses_some(source, wrong, ref
         answer = asyncio.run(main())
         assert answer.tokens == reference.greedy(PROMPTS[0], 200), "the request goes on with the old weights"
         assert set(answer.versions) == {3}
+
+
+def test_an_engine_takes_weights_before_it_takes_the_memory_of_its_cache(source, reference, model_path):
+    with engines(model_path, bm.Mesh(dp=1)) as engine:
+        sync = rl.WeightSync(source, engine)
+        engine.sleep.all(2).result()
+        with pytest.raises(bm.RemoteError, match="got 'cache'"):
+            engine.wake.all("cache").result()
+        with pytest.raises(bm.RemoteError, match="asleep"):
+            sync(version=1)
+        early = engine.request(PROMPTS[0], GREEDY)
+        engine.wake.all("weights").result()
+        source.draw(7)
+        reference.follow(source)
+        sync(version=2)
+        with pytest.raises(bm.RemoteError, match="paused or asleep"):
+            engine.generate({"prompt": PROMPTS}, GREEDY)
+        with pytest.raises(bm.RemoteError, match=r"kv_cache of the engine still sleeps; call wake\.all"):
+            engine.sleep.all().result()
+        assert not early.done()
+        engine.wake.all().result()
+        assert early.result()[0].tokens == reference.greedy(PROMPTS[0], 12)
+        assert_answers_are_those_of(reference, engine, 2)
+        engine.sleep.all(2).result()
+        engine.wake.all().result()
+        with pytest.raises(bm.RemoteError, match=r"rank 0 has no weights.*; generate after the next sync"):
+            engine.generate({"prompt": PROMPTS}, GREEDY)
+        sync(version=3)
+        assert_answers_are_those_of(reference, engine, 3)
 
 
 def test_replicas_and_engines_that_die_are_replaced_while_requests_run(source, reference, model_path, caplog):

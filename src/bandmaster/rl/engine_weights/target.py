@@ -289,13 +289,17 @@ class TakesWeights(Worker):
     def on_restart(self, state: object) -> None:
         """Let all replicas answer nothing until they have weights, if there was a sync."""
         if isinstance(state, AwaitWeights):
-            self._arrived = asyncio.Event()
-            report(self, load=UNUSABLE_LOAD)
+            self.await_weights()
 
     # --- of the engine ---
 
+    def await_weights(self) -> None:
+        """Let requests wait until weights come."""
+        self._arrived = self._arrived or asyncio.Event()
+        report(self, load=UNUSABLE_LOAD)
+
     async def has_weights(self) -> None:
-        """Wait until a replica that was replaced has its weights.
+        """Wait until a replica that was replaced, or has dropped its weights, has some.
 
         Raises:
             UsageError: The engine has lost its weights.

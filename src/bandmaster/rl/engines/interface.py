@@ -123,7 +123,7 @@ class Engine(TakesWeights, ABC):
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the engine has given up its memory, so that it cannot take weights."""
+        """Whether the engine has given up the memory of its weights, so that it cannot take new ones."""
         return False
 
     @property
@@ -155,7 +155,9 @@ class Engine(TakesWeights, ABC):
         if not self.is_ready:  # what ends that is a request, which would wait behind this call
             raise UsageError("the engine is paused or asleep; call resume.all() or wake.all() before generate")
         if self._arrived is not None:
-            raise UsageError(f"rank {self.rank} was replaced, and has no weights yet; generate when it has them")
+            raise UsageError(
+                f"rank {self.rank} has no weights, as it was replaced or has dropped them; generate after the next sync"
+            )
         self.check_usable()
         prompts, seeds = prompts_of(rows), seeds_of(rows)
         self._check(sampling)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from bandmaster.rl.engines.vllm_chat import ChatFormat
 
 AT_A_TIME_NBYTES = 256 << 20  # of the weights that are loaded in one call of vLLM
+MEMORY = frozenset(("weights", "kv_cache"))  # the tags of what sleep gives up
 DEAD_LOAD = 1e9  # reported by a replica whose engine has died, so that requests go elsewhere
 
 
@@ -94,7 +95,8 @@ class VLLM(Engine):
         self._replica = vllm_start.Replica.of(self)
         self._numbers = itertools.count()
         self._open: set[str] = set()  # the requests in the engine, by vLLM's names
-        self._is_paused = self._is_asleep = self._is_held = False
+        self._is_paused = self._is_held = False
+        self._sleeping: frozenset[str] = frozenset()  # the tags of the memory that it has given up
         self._changing = asyncio.Lock()  # held while the engine is paused, put to sleep, or gets weights
         options = {"model": model, "seed": seed + self._replica.number, **options}
         self._engine: Any = None
@@ -278,7 +280,7 @@ class VLLM(Engine):
 
     async def resume(self) -> None:
         """Go on after `pause`."""
-        if self._engine is not None and not (self._is_asleep or self._is_held):
+        if self._engine is not None and not (self._sleeping or self._is_held):
             await self._engine.resume_generation()
         self._is_paused = False
 
@@ -293,33 +295,49 @@ class VLLM(Engine):
         On CPUs, vLLM frees nothing; the engine sleeps all the same.
 
         Args:
-            level: 1 keeps the weights in the host's memory; 2 drops them, so that they have to be loaded again.
+            level: 1 keeps the weights in the host's memory; 2 drops them, so that all wait for the next sync.
 
         Raises:
-            UsageError: The level is unknown, or the engine was made without ``enable_sleep_mode=True``.
+            UsageError: The level is unknown; or a part of the memory was not taken back after the last sleep; or the
+                engine was made without ``enable_sleep_mode=True``.
         """
         if level not in (1, 2):
             raise UsageError(f"the level of sleep must be 1 or 2, got {level!r}")
         if self.device != "cpu" and not self._config.model_config.enable_sleep_mode:
             raise UsageError("an engine that is to sleep frees memory only with enable_sleep_mode=True; make it so")
         async with self._changing:
+            if self._sleeping and self._sleeping != MEMORY:
+                asleep = ", ".join(self._sleeping)
+                raise UsageError(f"{asleep} of the engine still sleeps; call wake.all() before sleep")
             if self._engine is not None:
                 await self._engine.sleep(level, mode="abort")
-            elif not self._is_asleep:
+            elif not self._sleeping:
                 self._llm.sleep(level)
-            self._is_asleep = True
+            self._sleeping = MEMORY
+            if level == 2:
+                self.await_weights()
 
-    async def wake(self) -> None:
-        """Take the memory back after `sleep`, and go on, unless `pause` was called."""
+    async def wake(self, *tags: str) -> None:
+        """Take the memory back after `sleep`, and go on, unless `pause` was called.
+
+        Args:
+            *tags: What to take back, ``"weights"`` or ``"kv_cache"``; all by default. The engine gets new weights once
+                it has memory for them, and goes on when it has all.
+
+        Raises:
+            UsageError: A tag is unknown.
+        """
+        if unknown := set(tags) - MEMORY:
+            raise UsageError(f"memory of an engine has the tags {', '.join(sorted(MEMORY))}, got {unknown.pop()!r}")
         async with self._changing:
-            if self._engine is not None:
-                if self._is_asleep:
-                    await self._engine.wake_up()
-                    if self._is_paused:
-                        await self._engine.pause_generation(mode="keep", clear_cache=False)
-            elif self._is_asleep:
-                self._llm.wake_up()
-            self._is_asleep = False
+            woken = self._sleeping & set(tags or MEMORY)
+            if woken and self._engine is not None:
+                await self._engine.wake_up(sorted(woken))
+                if self._is_paused and woken == self._sleeping:
+                    await self._engine.pause_generation(mode="keep", clear_cache=False)
+            elif woken:
+                self._llm.wake_up(sorted(woken))
+            self._sleeping -= woken
 
     async def reset_cache(self) -> None:
         """Drop the prefix cache."""
@@ -397,7 +415,7 @@ class VLLM(Engine):
                 yield
             finally:
                 self._is_held = False
-                if not self._is_paused:  # by the user
+                if not (self._is_paused or self._sleeping):  # by the user
                     await self._engine.resume_generation()
 
     async def load_staged(self, weights: Mapping[str, Any], version: Any) -> None:
@@ -430,12 +448,12 @@ class VLLM(Engine):
     @property
     def is_ready(self) -> bool:
         """Whether the engine makes tokens: it is neither paused nor asleep."""
-        return not (self._is_paused or self._is_asleep)
+        return not (self._is_paused or self._sleeping)
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the engine has given up its memory."""
-        return self._is_asleep
+        """Whether the engine has given up the memory of its weights."""
+        return "weights" in self._sleeping
 
     def check_request(self) -> None:
         """Check that the engine answers requests.
