@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
@@ -1195,6 +1196,33 @@ def test_requests_go_on_after_a_restart(make_group):
         return await asyncio.wait_for(awaited(group.chat.all("a")), DEADLINE)
 
     assert asyncio.run(main()) == [(0, "aa"), (1, "aa")]
+
+
+class SlowAgain(Rollout):
+    """One that takes as long to start as one likes, but for the first time."""
+
+    def __init__(self, folder):
+        super().__init__()
+        if (folder / "once").exists():
+            (folder / "again").touch()
+            while not (folder / "gate").exists():
+                time.sleep(0.001)
+        (folder / "once").touch()
+
+
+def test_those_that_come_while_the_group_restarts_have_lost_their_process(make_group, tmp_path):
+    group = make_group(1, SlowAgain, tmp_path)
+    with ThreadPoolExecutor(1) as thread:
+        restart = thread.submit(group.restart)
+        while not (tmp_path / "again").exists():
+            time.sleep(0.001)
+        ask = group.chat.options(retries=1, timeout=DEADLINE)
+        for send in (lambda: ask(1), lambda: ask(np.zeros(1 << 20)), lambda: ask.map([[1], [2]], chunk=1)):
+            with pytest.raises(bm.WorkerDied, match="the group was restarted"):
+                send().result(DEADLINE)
+        (tmp_path / "gate").touch()
+        restart.result(DEADLINE)
+    assert group.chat("a").result(DEADLINE) == (0, "aa")
 
 
 def test_event_loops_that_have_ended_are_collected(group):

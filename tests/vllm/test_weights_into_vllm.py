@@ -128,13 +128,13 @@ def test_an_engine_takes_weights_before_it_takes_the_memory_of_its_cache(source,
             engine.wake.all("cache").result()
         with pytest.raises(bm.RemoteError, match="asleep"):
             sync(version=1)
+        with pytest.raises(bm.RemoteError, match="paused or asleep"):
+            engine.generate({"prompt": PROMPTS}, GREEDY)
         early = engine.request(PROMPTS[0], GREEDY)
         engine.wake.all("weights").result()
         source.draw(7)
         reference.follow(source)
         sync(version=2)
-        with pytest.raises(bm.RemoteError, match="paused or asleep"):
-            engine.generate({"prompt": PROMPTS}, GREEDY)
         with pytest.raises(bm.RemoteError, match=r"kv_cache of the engine still sleeps; call wake\.all"):
             engine.sleep.all().result()
         assert not early.done()

@@ -244,8 +244,6 @@ class AgentWorkers(Client):
         """Send requests to a rank; see `contract.Workers.request`."""
         agent, outgoing = self._agents[rank], _Outgoing()
         with self.lock:
-            if self._why_stopped is not None:
-                raise ClosedError(self._why_stopped)
             tickets = self._new_requests(rank, len(requests), take)
             if tickets:
                 content = []

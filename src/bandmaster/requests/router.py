@@ -23,7 +23,7 @@ from bandmaster.calls.request import CallSite
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.contract import CALLS_BACK, MORE_ITEMS, Reply, Ticket, WorkerCall, Workers
-from bandmaster.errors import ResourceError
+from bandmaster.errors import ClosedError, ResourceError
 from bandmaster.plan.rows import replicas
 from bandmaster.platform.deadline import Deadline
 from bandmaster.requests.request import Replica, ReplicaLoad, Request
@@ -326,7 +326,9 @@ class Router:
                 is_back = request.calls_back and not self.is_exclusive  # a method that runs alone overtakes nothing
                 method = CALLS_BACK + method if is_back else method
                 calls[request] = request.call(arguments, replica.ranks[:1], method)
-            except Exception as error:  # rows were lost, there is no memory, or the group was closed
+            except ClosedError:  # the workers were stopped: the tickets will say why
+                calls[request] = WorkerCall(replica.ranks[:1], method, (), Reply.DROP)
+            except Exception as error:  # rows were lost, or there is no memory
                 request.fail(error)
         for _, some in groupby(calls, lambda request: request.calls_back or request.asks_for == MORE_ITEMS):
             self._send(replica, {request: calls[request] for request in some})

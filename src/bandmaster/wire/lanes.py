@@ -169,10 +169,9 @@ class LaneClient(Client):
     def request(self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[Ticket]], object]) -> None:
         """Send requests to a rank; see `contract.Workers.request`."""
         with self.lock:
-            if self.is_stopped:
-                raise ClosedError(self._why_closed)
-            fitting = [self._that_fits(call) if len(call.parts) > 1 or call.rows else call for call in requests]
-            numbered = list(zip(fitting, self._new_requests(rank, len(requests), take), strict=False))
+            if rank not in self.deaths:
+                requests = [self._that_fits(call) if len(call.parts) > 1 or call.rows else call for call in requests]
+            numbered = list(zip(requests, self._new_requests(rank, len(requests), take), strict=False))
             for some in as_fit(numbered, _nbytes_of):
                 segments: list[Segment] = []
                 content = [(ticket.number, self._content_of(call, segments), call.is_timed) for call, ticket in some]
