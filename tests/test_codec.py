@@ -474,6 +474,14 @@ def test_classes_of_main_are_sent_whole():
     assert decode(payload).double() == 6
 
 
+def test_code_keeps_the_name_of_its_file_for_tracebacks_and_debuggers():
+    def outer():
+        return lambda: None
+
+    received = sent(outer)
+    assert received.__code__.co_filename == received().__code__.co_filename == __file__
+
+
 def test_importable_values_are_sent_by_name():
     assert sent(Fraction) is Fraction
     assert sent(Point(3)) == Point(3)

@@ -15,7 +15,7 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from enum import Enum
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import cloudpickle
@@ -30,7 +30,18 @@ MAX_CONTAINER_ITEMS = 1000  # most items of a container that `_large_bytes` sear
 
 Reducer = Callable[[Any], Any]
 _OURS = {"bandmaster.codec.arrays", "bandmaster.codec.tensors"}
-_reducers: dict[type, Reducer] = {np.ndarray: reduce_array}
+
+
+def _reduce_code(code: CodeType) -> tuple[Any, ...]:
+    """Reduce a code object with the name of its file, which tracebacks and debuggers need; cloudpickle 3.1.3 drops it."""
+    return _code_of_file, (code.co_filename, *cloudpickle.Pickler.dispatch_table[CodeType](code)[1])
+
+
+def _code_of_file(filename: str, *arguments: Any) -> CodeType:
+    return CodeType(*arguments).replace(co_filename=filename)
+
+
+_reducers: dict[type, Reducer] = {np.ndarray: reduce_array, CodeType: _reduce_code}
 _bare: dict[type, Callable[[Any], bool]] = {np.ndarray: is_bare}  # whether pickling the value needs no other reducer
 
 
@@ -100,8 +111,7 @@ def encode(value: Any) -> Payload:
         if main is not None and main.__name__ == "__mp_main__":  # the main script, in a spawned process
             cloudpickle.register_pickle_by_value(main)
         encoder = _Encoder(stream, protocol=5, buffer_callback=keep)
-        large = _large_bytes(value)
-        if large:
+        if large := _large_bytes(value):
             buffers += map(memoryview, large)
             prologue, encoder.memo = _prologue(large)
             stream.write(prologue)
@@ -225,8 +235,5 @@ class _Encoder(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if type(obj) is FunctionType and obj.__module__ in _OURS:
             return NotImplemented  # pickled by name, without a search by cloudpickle
         reducer = _reducers.get(type(obj))
-        if reducer is not None:
-            reduced = reducer(obj)
-            if reduced is not NotImplemented:
-                return reduced
-        return super().reducer_override(obj)
+        reduced = NotImplemented if reducer is None else reducer(obj)
+        return super().reducer_override(obj) if reduced is NotImplemented else reduced
