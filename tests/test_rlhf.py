@@ -107,9 +107,10 @@ def run_agents(**options):
     return program.run(program.DEFAULTS(**options))
 
 
-def test_agents_learn_from_each_episode_once_while_a_replica_is_killed():
+def test_agents_learn_from_each_episode_once_while_a_replica_is_killed(tmp_path):
     short = {"warm_up": 5, "steps": 3, "n_questions": 2, "n_samples": 2, "n_agents": 4, "replicas": 2, "kill_at": 2}
-    lines = run_agents(engine="toy", **short)
+    lines = run_agents(engine="toy", folder=str(tmp_path), timeline=str(tmp_path / "last.html"), **short)
+    assert "Actor.update" in (tmp_path / "last.html").read_text()
     assert [line["episodes"] for line in lines] == [4, 4, 4]
     for line in lines:
         assert line["lost"] == line["twice"] == 0

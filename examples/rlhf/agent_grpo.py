@@ -31,7 +31,7 @@ from calculator_agent import solve
 from engines import engine_class, vllm_options
 from losses import group_advantages
 from measuring import measured
-from options import of_command_line, option
+from options import Places, of_command_line, option
 from plotting import plot
 from small_model import write_model
 from tool_chat import CHAT_TEMPLATE, WORDS, ChatTokenizer, Question, ToolConversation, demonstrations, questions
@@ -44,7 +44,7 @@ from bandmaster.serve import Endpoint, Episode, rows
 
 
 @dataclass
-class AgentOptions:
+class AgentOptions(Places):
     """The options."""
 
     engine: str = option("toy", "what answers the agents: toy, or vllm")
@@ -142,7 +142,7 @@ def train(options: AgentOptions, actor: Any, engine: Any, endpoint: Endpoint, to
         playing = deque(agents.begin(1 + step) for step in range(ahead))
         for step in range(1, options.steps + 1):
             metrics: dict[str, float] = {"step": step}
-            with measured(metrics):
+            with measured(metrics, options.timeline if step == options.steps else ""):
                 if step == options.kill_at:
                     os.kill(engine.workers[-1].pid, signal.SIGKILL)
                 if step + ahead <= options.steps:
@@ -213,11 +213,11 @@ def warm_up(options: AgentOptions, actor: Any, tokenizer: ChatTokenizer) -> None
 def started(options: AgentOptions) -> Iterator[tuple[Any, Any, Endpoint, ChatTokenizer]]:
     """The actor after its warm-up, the engine, its endpoint, and the tokenizer."""
     engine_of_agents = engine_class(ENGINES, options.engine)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=options.folder or None) as folder:
         model = write_model(Path(folder), options.seed, WORDS, CHAT_TEMPLATE)
         with (
-            bm.ResourcePool([1]) as pool,
-            bm.ResourcePool([options.replicas]) as servers,
+            options.pool(1) as pool,
+            options.pool(options.replicas) as servers,
             bm.WorkerGroup(pool, Actor, model, mesh=bm.Mesh(dp=1, tp=1).refine(gen_tp=1)) as actor,
         ):
             tokenizer = ChatTokenizer(model)
@@ -246,6 +246,8 @@ def run(options: AgentOptions) -> list[dict[str, float]]:
             found.append(metrics)
             said = ", ".join(f"{name} {metrics[name]:.2f}" for name in ("reward", "turns", "staleness", "seconds"))
             print(f"step {metrics['step']}: {said}", flush=True)
+    if options.timeline:
+        print(f"open {options.timeline} in a browser: it shows the last step")
     if options.out:
         Path(options.out).write_text("".join(json.dumps(metrics) + "\n" for metrics in found))
     if options.plot:

@@ -100,7 +100,7 @@ def model_of(options: EngineOptions) -> Iterator[str | None]:
     """
     if options.engine:
         engine_class(ENGINES, options.engine)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=options.folder or None) as folder:
         is_written = options.engine and not options.model
         yield write_model(Path(folder), options.seed) if is_written else options.model or None
 

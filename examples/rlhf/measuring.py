@@ -12,17 +12,23 @@ __all__ = ["measured"]
 
 
 @contextmanager
-def measured(metrics: dict[str, float]) -> Iterator[None]:
+def measured(metrics: dict[str, float], picture: str = "") -> Iterator[None]:
     """Record the calls of a block, and add to its metrics what they have cost.
 
     Adds ``seconds``; ``seconds/Class.method`` that its slowest ranks have run; ``controller_nbytes`` that went by
     the controller; ``moved_nbytes`` that ranks have read from where they lay; and ``overhead``, the share of the time
     in which calls were on their way, but no rank ran a method: planning, sending, moving, collecting.
+
+    Args:
+        metrics: Get what is named above.
+        picture: A file for the picture of the block; "" writes none.
     """
     with bm.trace() as trace:
         begun = time.perf_counter()
         yield
         seconds = time.perf_counter() - begun
+    if picture:
+        trace.timeline().save(picture)
     metrics["seconds"] = seconds
     for call in trace.calls:
         name = f"seconds/{call.method}"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import bandmaster as bm
 from bandmaster.testing import finite
 
-__all__ = ["Options", "of_command_line", "option", "placed"]
+__all__ = ["Options", "Places", "of_command_line", "option", "placed"]
 
 
 def option(default: Any, meaning: str) -> Any:
@@ -23,15 +23,34 @@ def option(default: Any, meaning: str) -> Any:
 
 
 @dataclass
-class Options:
-    """What all programs have in common."""
+class Places:
+    """Where the groups of a program run."""
 
     backend: str = option("local", "where workers run: local, ray or inprocess")
+    nodes: int = option(1, "hosts of a Ray cluster that the ranks of each model are spread over")
+    gpus: bool = option(False, "a GPU for each process")
+    folder: str = option("", "folder for a model that is written first; all hosts reach it; by default a temporary one")
+    timeline: str = option("", "file for the picture of the last step, such as last.html")
+
+    def slots(self, n_slots: int) -> list[int]:
+        """So many slots, spread over the hosts."""
+        if self.nodes < 1:
+            raise SystemExit(f"--nodes must be at least 1, got {self.nodes}")
+        n_nodes = min(self.nodes, n_slots)
+        return [n_slots // n_nodes + (node < n_slots % n_nodes) for node in range(n_nodes)]
+
+    def pool(self, n_slots: int) -> bm.ResourcePool:
+        """A pool of so many slots."""
+        return bm.ResourcePool(self.slots(n_slots), backend=self.backend, use_gpu=self.gpus)
+
+
+@dataclass
+class Options(Places):
+    """What programs with layouts have in common."""
+
     placement: str = option("colocated", "colocated: all models in the same processes; split: each in its own")
     train: str = option("dp=2", "training layout of the models: sizes of dp and tp, such as dp=2,tp=2")
     generate: str = option("", "generation layout on the same ranks, such as tp=1; by default that of training")
-    nodes: int = option(1, "hosts of a Ray cluster that the ranks of each model are spread over")
-    gpus: bool = option(False, "a GPU for each process")
     model: str = option("", "causal language model by hub name or local path; by default a tiny Llama, untrained")
     seed: int = option(0, "seed of weights, problems and answers")
     steps: int = option(25, "steps of reinforcement learning")
@@ -58,17 +77,6 @@ class Options:
         train = _sizes("train", self.train, ("dp", "tp"))
         generate = _sizes("generate", self.generate or f"tp={train['tp']}", ("tp",))
         return bm.Mesh(**train).refine(gen_tp=generate["tp"])
-
-    def slots(self, n_slots: int) -> list[int]:
-        """So many slots, spread over the hosts."""
-        if self.nodes < 1:
-            raise SystemExit(f"--nodes must be at least 1, got {self.nodes}")
-        n_nodes = min(self.nodes, n_slots)
-        return [n_slots // n_nodes + (node < n_slots % n_nodes) for node in range(n_nodes)]
-
-    def pool(self, n_slots: int) -> bm.ResourcePool:
-        """A pool of so many slots."""
-        return bm.ResourcePool(self.slots(n_slots), backend=self.backend, use_gpu=self.gpus)
 
 
 Given = TypeVar("Given", bound=Options)

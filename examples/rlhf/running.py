@@ -132,9 +132,9 @@ class Run:
         task = self._progress.add_task("steps", total=options.steps, completed=start, said="")
         for step in range(start, options.steps):
             metrics: dict[str, float] = {"step": step + 1}
-            with measured(metrics):
-                yield metrics
             is_last = step + 1 == options.steps
+            with measured(metrics, options.timeline if is_last else ""):
+                yield metrics
             if (step + 1) % options.eval_every == 0 or is_last:
                 metrics["accuracy"] = self.accuracy()
             self._write(metrics)
