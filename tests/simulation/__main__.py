@@ -28,9 +28,9 @@ def main() -> int:
     args = parser.parse_args()
     first = random.SystemRandom().randrange(1 << 30) if args.seed is None else args.seed
     print(f"simulation: the first seed is {first}", flush=True)
-    os.sched_setaffinity(
-        0, [random.SystemRandom().choice(sorted(os.sched_getaffinity(0)))]
-    )  # one thread runs at a time
+    # One thread runs at a time: a thread that is woken must not take the processor before the other waits.
+    os.sched_setaffinity(0, [random.SystemRandom().choice(sorted(os.sched_getaffinity(0)))])
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     began_cpu_s = time.process_time()
     began, n_calls, n_programs, seed = time.perf_counter(), 0, 0, first
     virtual_s = 0.0

@@ -28,6 +28,7 @@ from bandmaster.hosts import agent, handshake, link
 from bandmaster.wire import poller, status_page
 from simulation import hosts, net, sync
 from simulation import world as worlds
+from simulation.lines import Lines
 from simulation.ranks import Rank
 from simulation.world import World
 
@@ -159,7 +160,13 @@ def _signs_of(pid: int) -> Any:
 
 
 class Installed:
-    """What was replaced, and by what."""
+    """What was replaced, and by what.
+
+    Attributes:
+        lines: The library's functions, between whose lines threads may be switched.
+    """
+
+    lines: Lines
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
@@ -258,6 +265,7 @@ def installed() -> Iterator[Installed]:
     made = Installed()
     made.begin()
     gc.collect()
+    made.lines = Lines()
     gc.freeze()
     try:
         yield made

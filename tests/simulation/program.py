@@ -190,12 +190,13 @@ class Program:
         gc.collect()
         gc.disable()
         made.begin_anew()
-        self.world = world = World(self.seed, kind.switch_every, kind.hot, 40 if kind.n_interrupts else 0)
-        world.interrupts_left = kind.n_interrupts
+        self.world = world = World(self.seed, kind.switch_every, kind.hot, kind.n_interrupts)
         world.zygote = SimulatedZygote(world)  # type: ignore[attr-defined]
         world.program, world.ended, world.failed_at = self, {}, {}  # type: ignore[attr-defined]
         world.network, world.links, world.n_hosts = Network(), None, kind.n_hosts  # type: ignore[attr-defined]
         world.n_agents = itertools.count()  # type: ignore[attr-defined]
+        if kind.hot:
+            made.lines.begin(world.is_hot, world.line)
         worlds.begin(world)
         log = _Log(world)
         logging.getLogger("bandmaster").addHandler(log)
@@ -212,6 +213,7 @@ class Program:
             world.end()
             logging.getLogger("bandmaster").removeHandler(log)
             worlds.end()
+            made.lines.end()
             self._group = None
             gc.enable()
         return world
@@ -229,7 +231,6 @@ class Program:
             world.begin()
             self._until_done(lambda: self._steps(random.Random(f"main {self.seed}"), "main"))
             world.end()
-            world.interrupts_left = 0
             sync._block(lambda: not self._n_running, None, "the other threads")
             self._finish()
             self._check_leases()  # not in `_finish`, whose variables refer to values

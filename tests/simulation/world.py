@@ -32,6 +32,7 @@ START = 1000.0
 MOST_TICKS = 3_000_000  # of a program: more than that is a loop without end
 MOST_S = 1_000.0
 KEPT_EVENTS = 400
+FIRST_INTERRUPT = 40  # calls of functions of the library in the main thread before the first Ctrl-C
 MOST_AFTER = 10_000  # steps of the main thread after a failure, in which it leaves what it has entered
 
 
@@ -108,11 +109,11 @@ class World:
     Args:
         seed: Of all that is drawn.
         switch_every: Steps between two switches of threads, on average.
-        hot: The share of functions between whose lines threads may be switched; 0 traces nothing.
-        n_calls_to_interrupt: Calls of the library's functions in the main thread before Ctrl-C; 0 for none.
+        hot: The share of functions between whose lines threads may be switched.
+        n_interrupts: How often Ctrl-C is pressed at the beginning of a function of the main thread.
     """
 
-    def __init__(self, seed: int, switch_every: float = 20.0, hot: float = 0.0, n_calls_to_interrupt: int = 0) -> None:
+    def __init__(self, seed: int, switch_every: float = 20.0, hot: float = 0.0, n_interrupts: int = 0) -> None:
         self.random = random.Random(seed)
         self.now = START
         self.history: list[tuple[Any, ...]] = []
@@ -133,11 +134,11 @@ class World:
         self.is_still = False  # while events happen or a thread is chosen, and once the program has failed
         self._is_choosing, self._n_after_failure = False, 0
         self._is_interrupted = False
-        self._hot_share, self._hot = hot, dict[Any, bool]()
+        self.hot = hot
         self._seed = seed
         self._lines_left = 1
-        self._to_interrupt = n_calls_to_interrupt
-        self.interrupts_left = 0
+        self._to_interrupt = FIRST_INTERRUPT
+        self.interrupts_left = n_interrupts
 
     # --- time and events ---
 
@@ -250,14 +251,13 @@ class World:
         main = self.main
         try:
             while True:
-                now, can = self.now, []
-                for task in self.tasks:
+                now, tasks = self.now, self.tasks
+                first = int(self.random.random() * len(tasks))
+                for task in tasks[first:] + tasks[:first]:
                     if task.ready is None or task.deadline <= now or task.is_killed or task.ready():
-                        can.append(task)
-                if self._is_interrupted and main.is_interruptible and main not in can:
-                    can.append(main)
-                if can:
-                    return can[0] if len(can) == 1 else can[int(self.random.random() * len(can))]
+                        return task
+                    if task is main and self._is_interrupted and main.is_interruptible:
+                        return main
                 moment = min([task.deadline for task in self.tasks])
                 moment = min(moment, self._next_event)
                 if moment == math.inf:
@@ -292,17 +292,13 @@ class World:
     def _live(self, task: Task, carrier: _Carrier, target: Callable[[], object]) -> None:
         task.ready, task.deadline = None, math.inf
         try:
-            if self._is_traced:
-                sys.settrace(self.trace)
             target()
         except WorldEnded:
             return
         except ThreadEnds:
             pass
         except BaseException as error:
-            sys.settrace(None)
             self.fail(f"thread {task.name} has died: {''.join(traceback.format_exception(error))}")
-        sys.settrace(None)
         del target  # here, as what ends with it may let other threads run
         task.is_over = True
         self.tasks.remove(task)
@@ -335,69 +331,64 @@ class World:
             ]
         return "\n".join(lines)
 
-    # --- tracing ---
+    # --- lines ---
 
-    @property
-    def _is_traced(self) -> bool:
-        return self._hot_share > 0 or self._to_interrupt > 0
-
-    def begin(self) -> None:
-        """Trace the main thread from here on."""
-        if self._is_traced:
-            sys.settrace(self.trace)
-
-    def end(self) -> None:
-        """Trace no more."""
-        sys.settrace(None)
-
-    def trace(self, frame: Any, event: str, arg: object) -> Any:
-        """The trace function of all threads, called for each function."""
-        code = frame.f_code
-        hot = self._hot.get(code)
-        if hot is None:
-            is_ours = "/bandmaster/" in code.co_filename
-            hot = self._hot[code] = is_ours and 1 + self._is_hot(code)
-        if not hot:
-            return None
-        may_be_interrupted = self._to_interrupt and self.current is self.main and not self.is_still
-        if may_be_interrupted and not code.co_flags & inspect.CO_GENERATOR:  # which may be about to be closed
-            self._to_interrupt -= 1
-            if not self._to_interrupt and self.interrupts_left:
-                self.note("Ctrl-C", code.co_name)
-                self.interrupts_left -= 1
-                self._to_interrupt = 1 + int(self.random.expovariate(1 / 300)) if self.interrupts_left else 0
-                try:
-                    self._press(frame)
-                except BaseException:
-                    self.after(0.0, self._trace_again)  # Python stops tracing when a trace function raises
-                    raise
-        return self._line if hot > 1 else None
-
-    def _is_hot(self, code: Any) -> bool:
+    def is_hot(self, code: Any) -> bool:
         """Whether threads may be switched between the lines of a function; the same in each run of a seed."""
         name = f"{self._seed} {code.co_filename.rpartition('/')[2]}"
         if self._seed % 2:  # all functions of some modules, or some functions of all
             name += f" {code.co_name}"
-        return zlib.crc32(name.encode()) < self._hot_share * (1 << 32)
+        return zlib.crc32(name.encode()) < self.hot * (1 << 32)
 
-    def _trace_again(self) -> None:
-        if self.current is self.main and not self.failure:
-            sys.settrace(self.trace)
-
-    def _line(self, frame: Any, event: str, arg: object) -> Any:
-        if event == "line" and not self.is_still:
-            self._lines_left -= 1
-            if self._lines_left <= 0:
-                self._lines_left = 1 + int(self.random.expovariate(1.0 / 12))
-                if len(self.tasks) > 1:
-                    self.trail.append(
-                        f"{self.now - START:.6f} {self.current.name} at {frame.f_code.co_name}:{frame.f_lineno}"
-                    )
-                    self._left = 0
-                    self.tick()
-        return self._line
+    def line(self) -> None:
+        """Perhaps let another thread run between two lines of a function."""
+        if self.is_still:
+            return
+        self._lines_left -= 1
+        if self._lines_left <= 0:
+            self._lines_left = 1 + int(self.random.expovariate(1.0 / 12))
+            if len(self.tasks) > 1:
+                frame = sys._getframe(1)
+                self.trail.append(
+                    f"{self.now - START:.6f} {self.current.name} at {frame.f_code.co_name}:{frame.f_lineno}"
+                )
+                self._left = 0
+                self.tick()
 
     # --- Ctrl-C ---
+
+    def begin(self) -> None:
+        """Press Ctrl-C in the main thread from here on, as often as it is wanted."""
+        if self.interrupts_left:
+            sys.settrace(self.trace)
+
+    def end(self) -> None:
+        """Press it no more."""
+        self.interrupts_left = 0
+        sys.settrace(None)
+
+    def trace(self, frame: Any, event: str, arg: object) -> None:
+        """The trace function of the main thread, called for each function."""
+        code = frame.f_code
+        # In no generator, which may be about to be closed.
+        if self.is_still or code.co_flags & inspect.CO_GENERATOR or "/bandmaster/" not in code.co_filename:
+            return
+        self._to_interrupt -= 1
+        if self._to_interrupt <= 0:
+            self.note("Ctrl-C", code.co_name)
+            self.interrupts_left -= 1
+            self._to_interrupt = 1 + int(self.random.expovariate(1 / 300))
+            if not self.interrupts_left:
+                sys.settrace(None)
+            try:
+                self._press(frame)
+            except BaseException:
+                self.after(0.0, self._trace_again)  # Python stops tracing when a trace function raises
+                raise
+
+    def _trace_again(self) -> None:
+        if self.interrupts_left and self.current is self.main and not self.failure:
+            sys.settrace(self.trace)
 
     def interrupt(self) -> None:
         """Press Ctrl-C while the main thread waits."""
