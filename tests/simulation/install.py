@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import bandmaster as bm
@@ -34,7 +35,12 @@ from simulation.world import World
 
 _LOCKS = {type(threading.Lock()): sync.Lock, type(threading.RLock()): sync.RLock, threading.Event: sync.Event}
 _MODULES = {id(threading): sync.Threading(), id(time): sync.Time(), id(select): net.Select()}
-_FUNCTIONS = {id(time.monotonic): sync.now, id(time.monotonic_ns): sync.Time.monotonic_ns, id(time.sleep): sync.sleep}
+_FUNCTIONS = {
+    id(time.monotonic): sync.now,
+    id(time.monotonic_ns): sync.Time.monotonic_ns,
+    id(time.sleep): sync.sleep,
+    id(ThreadPoolExecutor): sync.ThreadPoolExecutor,
+}
 
 # Modules that the path imports when it needs them: a program must not depend on whether it is the first.
 LATER = "requests.method", "requests.reader", "requests.map", "watching.turns", "flow.waiting", "turns.turns"
@@ -260,6 +266,8 @@ def installed() -> Iterator[Installed]:
         _registered.append("simulated")
     for name in ("simulated", "simulated-hosts"):
         get_backend(name)  # imports what it needs
+    for name in bm.__all__:
+        getattr(bm, name)
     for name in LATER:
         importlib.import_module(f"bandmaster.{name}")
     made = Installed()

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections import deque
+from concurrent.futures import Executor, Future
 from threading import get_ident
 from typing import Any
 
@@ -214,6 +215,43 @@ class Thread:
         task = self._task
         if task is not None and not task.is_over:
             _block(lambda: task.is_over, timeout, f"the end of {self.name}")
+
+
+class ThreadPoolExecutor(Executor):
+    """As `concurrent.futures.ThreadPoolExecutor`, with one thread."""
+
+    def __init__(self, max_workers: int, name: str = "") -> None:
+        self._jobs: deque[Any] = deque()
+        self._is_over = False
+        self._name, self._thread = name, None
+
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._jobs.append((future, function, args, kwargs))
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name=self._name)
+            self._thread.start()
+        worlds.tick()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            _block(lambda: bool(self._jobs) or self._is_over, None, "something to compute")
+            if not self._jobs:
+                return
+            future, function, args, kwargs = self._jobs.popleft()
+            try:
+                result = function(*args, **kwargs)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del future, function, args, kwargs
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._is_over = True
+        if wait and self._thread is not None:
+            self._thread.join()
 
 
 def now() -> float:
