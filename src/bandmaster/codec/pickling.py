@@ -33,7 +33,7 @@ _OURS = {"bandmaster.codec.arrays", "bandmaster.codec.tensors"}
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    """Reduce a code object with the name of its file, which tracebacks and debuggers need; cloudpickle 3.1.3 drops it."""
+    """Reduce a code object with the name of its file, for tracebacks and debuggers; cloudpickle 3.1.3 drops it."""
     return _code_of_file, (code.co_filename, *cloudpickle.Pickler.dispatch_table[CodeType](code)[1])
 
 
