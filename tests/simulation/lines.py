@@ -32,9 +32,9 @@ def _stepped(body: list[ast.stmt]) -> list[ast.stmt]:
     made: list[ast.stmt] = []
     for statement in body:
         for part in ("body", "orelse", "finalbody"):
-            if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                if inner := getattr(statement, part, None):
-                    setattr(statement, part, _stepped(inner))
+            is_own = isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            if not is_own and (inner := getattr(statement, part, None)):
+                setattr(statement, part, _stepped(inner))
         for branch in [*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())]:
             branch.body = _stepped(branch.body)
         call = ast.Expr(ast.Call(ast.Name(STEP, ast.Load()), [], []))
