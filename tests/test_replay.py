@@ -96,6 +96,19 @@ def test_an_error_is_looked_at_where_it_was_raised(group, tmp_path):
 
 
 @pytest.mark.backends("inprocess")
+def test_code_that_is_recorded_by_value_is_shown_with_its_lines(make_group, tmp_path):
+    class OfAScript(bm.Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def divide(self, divisor):
+            return 1 // divisor  # this line
+
+    group = make_group(1, OfAScript)
+    with pytest.raises(bm.RemoteError, match="# this line"), record(group, tmp_path):
+        group.divide(0)
+    assert "return 1 // divisor  # this line" in replayed(tmp_path, "--run")[1]
+
+
+@pytest.mark.backends("inprocess")
 def test_what_cannot_be_recorded_is_said(group, tmp_path, capsys):
     group.hold_a_lock()
     with record(group, tmp_path), pytest.raises(bm.RemoteError, match=r"Model.noisy cannot be recorded.*define __gets"):

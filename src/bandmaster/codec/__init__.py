@@ -6,6 +6,6 @@
                         └── arrays, tensors      one buffer each, any layout, writable when decoded
 """
 
-from bandmaster.codec.pickling import Payload, add_bare, add_reducer, decode, encode
+from bandmaster.codec.pickling import Payload, Pickler, add_bare, add_reducer, decode, encode
 
-__all__ = ["Payload", "add_bare", "add_reducer", "decode", "encode"]
+__all__ = ["Payload", "Pickler", "add_bare", "add_reducer", "decode", "encode"]

@@ -13,10 +13,11 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from enum import Enum
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 import numpy as np
@@ -41,7 +42,7 @@ def _code_of_file(filename: str, *arguments: Any) -> CodeType:
     return CodeType(*arguments).replace(co_filename=filename)
 
 
-_reducers: dict[type, Reducer] = {np.ndarray: reduce_array, CodeType: _reduce_code}
+_reducers: dict[type, Reducer] = {np.ndarray: reduce_array}
 _bare: dict[type, Callable[[Any], bool]] = {np.ndarray: is_bare}  # whether pickling the value needs no other reducer
 
 
@@ -230,7 +231,13 @@ def _prologue(large: Sequence[bytes | bytearray]) -> tuple[bytes, dict[int, tupl
     return b"".join(stream), {id(thing): (number, thing) for number, thing in enumerate([*kinds, *large])}
 
 
-class _Encoder(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """Pickles all that cloudpickle can; functions and classes that travel by value keep the names of their files."""
+
+    dispatch_table: ClassVar = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+
+
+class _Encoder(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is FunctionType and obj.__module__ in _OURS:
             return NotImplemented  # pickled by name, without a search by cloudpickle

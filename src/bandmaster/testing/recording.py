@@ -25,12 +25,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.request import CallRequest
 from bandmaster.calls.request import Collection as Collected
+from bandmaster.codec import Pickler
 from bandmaster.contract import RUN
 from bandmaster.errors import ClosedError, UsageError, suggestion
 from bandmaster.errors.failure import summary_of
@@ -188,7 +188,7 @@ def _pickled(call: Mapping[str, Any], label: str) -> bytes:
     buffer = io.BytesIO(pickle.dumps(list(sys.path)))
     buffer.seek(0, io.SEEK_END)
     try:
-        cloudpickle.dump(call, buffer)
+        Pickler(buffer).dump(call)
     except Exception as error:  # the user's objects may raise anything
         raise TypeError(
             f"{label} cannot be recorded, as its worker or an argument cannot be pickled: {summary_of(error)}; define "
