@@ -49,8 +49,9 @@ def _facts(workers: Workers, work: OpenWork, call: Awaited) -> Ranks:
     which may have relayed it; or all, if it waits for a replica."""
     ranks: Iterable[int] = call.ranks or _owing(work, call.method) or range(len(workers.records))
     tickets: dict[int, Any] = dict.fromkeys(ranks)
+    signs = workers.signs(list(tickets))  # first: to show its stack, a rank has to run
     stacks = {rank: stack.removeprefix(QUEUED) for rank, stack in workers.stacks(tickets).items()}
-    return facts_of(workers, workers.signs(list(tickets)), stacks)
+    return facts_of(workers, signs, stacks)
 
 
 def _owing(work: OpenWork, method: str) -> list[int]:
