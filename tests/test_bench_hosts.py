@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from hosts import why_not
 
-pytestmark = pytest.mark.timeout(300)
-
 PROGRAM = Path(__file__).parents[1] / "benchmarks" / "hosts.py"
 MONARCH = "on_hosts.monarch"
 TWO_HOSTS = {"on_hosts.agents", "on_hosts.plain_ray"}

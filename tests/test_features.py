@@ -73,7 +73,6 @@ def _without(rooms, folder):
     }
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_the_path_works_without_any_feature(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "inprocess or local"]

@@ -75,6 +75,12 @@ def pools(ray_cluster):
 
 
 @pytest.fixture(scope="module")
+def accumulators(pools):
+    with RayWorkerGroup(pools[0], RayClassWithInitArgs(cls=GPUAccumulator)) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
 def summers(pools):
     with RayWorkerGroup(pools[0], RayClassWithInitArgs(cls=TwoToAll, x=2), name_prefix="TB0KhK") as group:
         yield group
@@ -84,21 +90,21 @@ def values(tensors):
     return [int(tensor) for tensor in tensors]
 
 
-def test_accumulators_on_two_pools_and_on_both_merged(pools):
+def test_accumulators_on_two_pools(pools, accumulators):
     first, second = pools
-    class_with_args = RayClassWithInitArgs(cls=GPUAccumulator)
-    group = RayWorkerGroup(first, class_with_args)
-    assert values(group.execute_all_sync("add", x=[1, 1, 1, 1])) == [1, 2, 3, 4]
+    assert values(accumulators.execute_all_sync("add", x=[1, 1, 1, 1])) == [1, 2, 3, 4]
     assert (first.local_rank_list(), first.local_world_size_list()) == ([0, 1, 2, 3], [4, 4, 4, 4])
-
-    merged = merge_resource_pool(first, second)
-    assert merged.local_rank_list() == [0, 1, 2, 3, 0, 1, 2, 3]
-    on_second = RayWorkerGroup(second, class_with_args)
-    on_both = RayWorkerGroup(merged, class_with_args)
+    on_second = RayWorkerGroup(second, RayClassWithInitArgs(cls=GPUAccumulator))
     assert values(on_second.execute_all_sync("add", x=[2, 2, 2, 2])) == [2, 3, 4, 5]
+
+
+def test_accumulators_on_both_pools_merged(pools, accumulators):
+    merged = merge_resource_pool(*pools)
+    assert merged.local_rank_list() == [0, 1, 2, 3, 0, 1, 2, 3]
+    on_both = RayWorkerGroup(merged, RayClassWithInitArgs(cls=GPUAccumulator))
     assert values(on_both.execute_all_sync("add", x=[3] * 8)) == [3, 4, 5, 6, 7, 8, 9, 10]
 
-    references = group.execute_all_async("add", x=[1, 1, 1, 1])
+    references = accumulators.execute_all_async("add", x=[1, 1, 1, 1])
     assert all(isinstance(reference, ray.ObjectRef) for reference in references)
     assert values(ray.get(references)) == [2, 3, 4, 5]
 

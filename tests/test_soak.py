@@ -11,10 +11,9 @@ pytestmark = pytest.mark.slow
 SOAK = Path(__file__).with_name("soak.py")
 
 
-@pytest.mark.timeout(120)
 def test_the_soak_runs_a_few_groups():
     command = [sys.executable, SOAK, "--minutes", "1", "--groups", "12"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("seed ")
     assert re.search(r"\ndone:\n +[1-9]", done.stdout) and "\nslowest: " in done.stdout, done.stdout
@@ -34,10 +33,9 @@ soak.main()
 """
 
 
-@pytest.mark.timeout(60)
 def test_a_wait_that_is_too_long_is_told_with_all_stacks():
     command = [sys.executable, "-c", TOO_SLOW, SOAK.parent, "--minutes", "0.1", "--seed", "7"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert done.stdout.startswith("seed 7\nFAILED: too slow: a nap")
     assert "in run" in done.stderr, "the stacks"

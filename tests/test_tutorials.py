@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples" / "rlhf"
 CELL_TIMEOUT_S = 120
 VARYING = {"timeline", "why", "breakpoint"}  # cells that show times, or where a process is
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # a run starts Ray, and up to 40 actors
+pytestmark = pytest.mark.slow  # a run starts Ray, and up to 40 actors
 
 
 class OwnKernel(AsyncKernelManager):

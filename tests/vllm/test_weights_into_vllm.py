@@ -147,6 +147,10 @@ def test_an_engine_takes_weights_before_it_takes_the_memory_of_its_cache(source,
             engine.generate({"prompt": PROMPTS}, GREEDY)
         sync(version=3)
         assert_answers_are_those_of(reference, engine, 3)
+        engine.sleep.all().result()
+        engine.sleep.all(2).result()
+        engine.wake.all().result()
+        assert_answers_are_those_of(reference, engine, 3)
 
 
 def test_replicas_and_engines_that_die_are_replaced_while_requests_run(source, reference, model_path, caplog):

@@ -49,7 +49,7 @@ class Restores:
     Attributes:
         has_source: Whether weights can come from elsewhere than from other replicas.
         lock: Held during a sync, and while a replica gets its weights.
-        away: The replicas that are being replaced, which all others leave out.
+        away: The number of the replica that is being replaced, which syncs leave out; None if none is.
         on_engine_death: Called with the number of a replica whose engine has died and with the error, though its worker
             lives, if replicas that died are left out.
         has_healed: Notified when replicas were replaced, or could not be.
@@ -62,7 +62,7 @@ class Restores:
     def __init__(self, target: Any, n_replicas: int, bucket_nbytes: int = BUCKET_NBYTES) -> None:
         self.target, self.n_replicas, self._bucket_nbytes = target, n_replicas, bucket_nbytes
         self.lock = threading.Lock()
-        self.away: frozenset[int] = frozenset()
+        self.away: int | None = None
         self.has_healed = threading.Condition()
         self.n_healed, self.heals_succeed = 0, True
         self.on_engine_death: Callable[[int, BaseException], None] = lambda replica, error: None
@@ -71,16 +71,16 @@ class Restores:
     def without(self, replica: int) -> Iterator[None]:
         """Leave a replica out of the syncs that begin within the block, which replaces it."""
         with self.lock:
-            self.away = frozenset([replica])
+            self.away = replica
         try:
             yield
         finally:
-            self.away = frozenset()
+            self.away = None
 
     @property
     def reachable(self) -> list[int]:
-        """The replicas but for those that are being replaced."""
-        return [replica for replica in range(self.n_replicas) if replica not in self.away]
+        """The replicas but for the one that is being replaced."""
+        return [replica for replica in range(self.n_replicas) if replica != self.away]
 
     def present(self) -> Held | None:
         """Return the weights that the replicas have; None before the first sync."""

@@ -292,7 +292,7 @@ class VLLM(Engine):
     async def sleep(self, level: int = 1) -> None:
         """Free the memory of the device; requests that run are given up, as by `abort`, and further ones wait.
 
-        On CPUs, vLLM frees nothing; the engine sleeps all the same.
+        Does nothing to an engine that sleeps. On CPUs, vLLM frees nothing; the engine sleeps all the same.
 
         Args:
             level: 1 keeps the weights in the host's memory; 2 drops them, so that all wait for the next sync.
@@ -306,12 +306,14 @@ class VLLM(Engine):
         if self.device != "cpu" and not self._config.model_config.enable_sleep_mode:
             raise UsageError("an engine that is to sleep frees memory only with enable_sleep_mode=True; make it so")
         async with self._changing:
-            if self._sleeping and self._sleeping != MEMORY:
+            if self._sleeping == MEMORY:
+                return
+            if self._sleeping:
                 asleep = ", ".join(self._sleeping)
                 raise UsageError(f"{asleep} of the engine still sleeps; call wake.all() before sleep")
             if self._engine is not None:
                 await self._engine.sleep(level, mode="abort")
-            elif not self._sleeping:
+            else:
                 self._llm.sleep(level)
             self._sleeping = MEMORY
             if level == 2:
