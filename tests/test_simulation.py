@@ -24,7 +24,7 @@ def test_programs_of_fixed_seeds_find_nothing():
 
 
 def test_a_seed_repeats_a_program_in_another_process():
-    options = "simulation", "--seed", "3", "--programs", "3", "--digests"
+    options = "simulation", "--seed", "3", "--programs", "3", "--minutes", "60", "--digests"
     first = run(*options, PYTHONHASHSEED="1")
     second = run(*options, PYTHONHASHSEED="2")
     assert first[0] == 0, first[1]
