@@ -68,6 +68,7 @@ try:
                 time.sleep(0.2)  # it is inside by then, or is ended before
                 print("closing", flush=True)
                 group.close()
+                time.sleep(60)  # for the second interrupt, if it comes late
             start = time.monotonic()
             assert group.echo(7) == [7, 7]
             print("usable after", time.monotonic() - start, flush=True)
