@@ -437,6 +437,8 @@ def test_calling_what_is_not_registered_says_what_to_do(ledger):
             getattr(ledger, wrong)
         shown = "".join(traceback.format_exception(refused.value))
         assert shown.lower().count("did you mean") == 1, "Python adds no suggestion of its own"
+    with pytest.raises(AttributeError, match=r"no attribute 'zzz'; Ledger has .*tell"):
+        ledger.zzz()
     assert not hasattr(ledger, "_tel")
 
 
@@ -827,8 +829,9 @@ def test_a_constructor_that_raises_fails_the_group_and_gives_its_places_back(mak
     with pytest.raises(bm.ConstructorError) as caught:
         bm.WorkerGroup(pool, Fragile, breaks_on=[1])
     error = caught.value
-    assert (error.method, error.rank, list(error.failures)) == ("Fragile.__init__", 1, [1])
-    assert error.coordinates == {1: {"dp": 1}}
+    first, *_ = error.failures  # a rank that takes long to begin is interrupted meanwhile
+    assert (error.method, error.rank, first) == ("Fragile.__init__", 1, 1)
+    assert error.coordinates[1] == {"dp": 1}
     assert type(error.__cause__) is OutOfLuck
     failure = error.failures[1]
     where = f"(dp=1, host {failure.host}, pid {failure.pid}, device cpu, group {error.group})"

@@ -250,7 +250,8 @@ def test_a_notebook_shows_every_rank():
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        (lambda: Mesh(), "a mesh needs at least one axis, for example Mesh(dp=8)"),
+        (lambda: Mesh(), "a mesh needs at least one axis, each with a name, for example Mesh(dp=8)"),
+        (lambda: Mesh(4), "a mesh needs at least one axis, each with a name, for example Mesh(dp=8)"),
         (lambda: Mesh(dp=0), "the size of axis 'dp' must be a positive integer, got 0"),
         (lambda: Mesh(dp=2.0), "the size of axis 'dp' must be a positive integer, got 2.0"),
         (lambda: Mesh(dp=True), "the size of axis 'dp' must be a positive integer, got True"),

@@ -133,7 +133,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     doctor.add_argument("--quick", action="store_true", help="skip the test that starts a worker")
 
 
-GROUP = "name of a group as ps shows it; NAME@PID, with the controller's pid, if several have it"
+GROUP = "name of a group as ps shows it; GROUP@CONTROLLER, with the controller's pid, if several have it"
 
 
 def _add_top(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

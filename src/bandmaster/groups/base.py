@@ -364,8 +364,10 @@ class AnyGroup(metaclass=ABCMeta):
                     f"{cls.__name__}.{name} is not registered: put @register(...) above it, or call "
                     f"execute_all_sync({name!r}, ...)"
                 )
-            is_public = not name.startswith("_")
-            hint = suggestion(name, (*known.get("_methods", ()), *dir(type(self)))) if is_public else ""
+            methods, hint = list(known.get("_methods", ())), ""
+            if not name.startswith("_"):
+                listed = f"; {cls.__name__} has {', '.join(methods)}" if methods else ""
+                hint = suggestion(name, [*methods, *dir(type(self))]) or listed
             error = AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
             error.name = name  # without obj, so that Python does not add the same suggestion to a traceback
             raise error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cached_property
+from typing import NoReturn
 
 import numpy as np
 
@@ -41,9 +42,9 @@ class Mesh:
     Source: HybridFlow (arXiv 2409.19256), sections 4 and 5; ``jax.sharding.Mesh``.
     """
 
-    def __init__(self, **axes: int) -> None:
-        if not axes:
-            raise MeshError("a mesh needs at least one axis, for example Mesh(dp=8)")
+    def __init__(self, *unnamed: NoReturn, **axes: int) -> None:
+        if unnamed or not axes:
+            raise MeshError("a mesh needs at least one axis, each with a name, for example Mesh(dp=8)")
         for name, size in axes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise MeshError(f"the size of axis {name!r} must be a positive integer, got {size!r}")
