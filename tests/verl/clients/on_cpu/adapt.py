@@ -14,6 +14,7 @@ import math
 import os
 import socket
 import time
+import types
 from importlib.machinery import ModuleSpec
 
 import engine  # beside this file
@@ -234,6 +235,12 @@ def adapt_device(module):
     module.get_nccl_backend = lambda: "nccl"
 
 
+def adapt_waiting(module):
+    """A fork's own controller asks 120 times, once a second, for its first worker; a busy machine takes longer."""
+    if hasattr(module, "time"):
+        module.time = types.SimpleNamespace(**{**vars(time), "sleep": lambda seconds: time.sleep(5 * seconds)})
+
+
 # --- metrics ---
 
 
@@ -330,6 +337,7 @@ ADAPTED = {
     "tensordict.base": adapt_tensordict,
     "transformers.models.auto.auto_factory": adapt_auto,
     "transformers.modeling_utils": adapt_modeling,
+    "verl.single_controller.ray.base": adapt_waiting,
     "verl.utils.device": adapt_device,
     "verl.utils.tracking": adapt_tracking,
     "verl.utils.logger.logger": adapt_tracking,
