@@ -14,6 +14,7 @@ import math
 import os
 import socket
 import time
+import types
 from importlib.machinery import ModuleSpec
 
 import engine  # beside this file
@@ -137,6 +138,9 @@ def adapt_torch(torch):
     torch.autocast = _autocast(torch.autocast)
     torch.amp.autocast = torch.autocast
     torch.multinomial = _repeatable(torch, torch.multinomial)
+    torch.manual_seed(0)  # a sampler that shuffles rows draws its own seed from it
+    entropy = torch.nn.functional.binary_cross_entropy  # under autocast a GPU has single precision where it is called
+    torch.nn.functional.binary_cross_entropy = lambda input, *args, **kwargs: entropy(input.float(), *args, **kwargs)
 
 
 def _autocast(real):
@@ -221,6 +225,9 @@ def _with_torchs_attention(function):
         importlib.import_module("torch").manual_seed(0)
         if kwargs.get("attn_implementation") == "flash_attention_2":
             kwargs["attn_implementation"] = "sdpa"
+        for config in (*args, kwargs.get("config")):
+            if getattr(config, "_attn_implementation", None) == "flash_attention_2":
+                config._attn_implementation = "sdpa"
         return function(cls, *args, **kwargs)
 
     return call
@@ -232,6 +239,26 @@ def _with_torchs_attention(function):
 def adapt_device(module):
     module.is_cuda_available = True  # its functions look at this one
     module.get_nccl_backend = lambda: "nccl"
+
+
+def adapt_waiting(module):
+    """A fork's own controller asks 120 times, once a second, for its first worker; a busy machine takes longer."""
+    if hasattr(module, "time"):
+        module.time = types.SimpleNamespace(**{**vars(time), "sleep": lambda seconds: time.sleep(5 * seconds)})
+
+
+def adapt_hf_rollout(module):
+    """PRIME asks for several answers of a prompt, which its `hf` rollout does not know."""
+    real = module.HFRollout.generate_sequences
+
+    @functools.wraps(real)
+    def generate_sequences(self, prompts):
+        n_samples = prompts.meta_info.get("n_samples", 1)
+        if n_samples > 1:
+            prompts.batch = prompts.batch.repeat_interleave(n_samples, dim=0)
+        return real(self, prompts)
+
+    module.HFRollout.generate_sequences = generate_sequences
 
 
 # --- metrics ---
@@ -330,6 +357,8 @@ ADAPTED = {
     "tensordict.base": adapt_tensordict,
     "transformers.models.auto.auto_factory": adapt_auto,
     "transformers.modeling_utils": adapt_modeling,
+    "verl.single_controller.ray.base": adapt_waiting,
+    "verl.workers.rollout.hf_rollout": adapt_hf_rollout,
     "verl.utils.device": adapt_device,
     "verl.utils.tracking": adapt_tracking,
     "verl.utils.logger.logger": adapt_tracking,

@@ -4,6 +4,8 @@ It has no more than a run of a few steps needs: prompts are token ids, a rank ha
 loaded from the trainer's. A run asks for it with ``CLIENT_STUBS=vllm``, if vLLM is not installed.
 """
 
+import functools
+import importlib
 import types
 
 VERSION = "0.8.5"  # the one whose names these are
@@ -105,11 +107,23 @@ class LLM:
         )
 
 
+@functools.cache
+def _group_of_one():
+    """A process group of this rank alone, which the other ranks need not know of."""
+    distributed = importlib.import_module("torch.distributed")
+    return distributed.new_group([distributed.get_rank()], use_local_synchronization=True)
+
+
 class _OneRank:
     """The state of a group of one rank."""
 
-    device_group = cpu_group = None
     world_size, rank_in_group = 1, 0
+
+    @property
+    def device_group(self):
+        return _group_of_one()
+
+    cpu_group = device_group
 
 
 NAMES = {
