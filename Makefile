@@ -13,8 +13,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
 
-# Tests wait most of the time, so at least four processes run them. TEST_OPTIONS='-k mesh -n 0' chooses tests and processes.
-TEST_PROCESSES ?= $(shell n=$$(nproc); echo $$((n > 4 ? n : 4)))
+# Tests wait for a part of the time, so at least three processes run them. TEST_OPTIONS='-k mesh -n 0' chooses both.
+TEST_PROCESSES ?= $(shell n=$$(nproc); echo $$((n > 3 ? n : 3)))
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 test: $(VENV)/.dev  ## install everything, check the code, and run the tests of all that a change can break in five minutes
