@@ -115,7 +115,9 @@ class Checkpoints:
 
         Args:
             number: Number of the checkpoint, for example the step; one of the same number is overwritten.
-            model, optimizer, **more: As those of `rl.save`.
+            model: As that of `rl.save`.
+            optimizer: As that of `rl.save`.
+            **more: As those of `rl.save`.
 
         Raises:
             RuntimeError: The checkpoint before this one could not be written.
@@ -159,7 +161,9 @@ class Checkpoints:
         Collective, if ``torch.distributed`` is initialised.
 
         Args:
-            model, optimizer, **more: As those of `rl.load`.
+            model: As that of `rl.load`.
+            optimizer: As that of `rl.load`.
+            **more: As those of `rl.load`.
             number: Number of the checkpoint.
 
         Returns:
