@@ -20,6 +20,8 @@ from ctrl_c import pressed
 
 import bandmaster as bm
 from bandmaster import Dispatch, Only, Route, TransferProtocol, register
+from bandmaster.answering.request_tasks import RequestTasks
+from bandmaster.platform.locks import run_if_free
 from bandmaster.requests.router import Router
 from bandmaster.wire.status_page import Activity
 
@@ -549,6 +551,35 @@ def test_one_that_waits_for_its_version_ends_with_the_workers(make_group, ends):
             await waiting
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE))
+
+
+@pytest.mark.backends("inprocess")
+def test_workers_that_another_thread_closes_while_a_request_begins_leave_nothing_behind(make_group):
+    group, has_tried = make_group(1, Engine), threading.Event()
+
+    def look_at_close(frame, kind, what):
+        if kind == "return" and frame.f_code is run_if_free.__code__:
+            has_tried.set()
+
+    def close():
+        sys.setprofile(look_at_close)
+        group.close()
+
+    def close_at_start(frame, kind, what):
+        if kind == "call" and frame.f_code is RequestTasks.start.__code__:
+            sys.setprofile(None)
+            thread.start()
+            assert has_tried.wait(DEADLINE), "the thread that closes discards the workers, or leaves it to this one"
+
+    thread = threading.Thread(target=close)
+    try:
+        sys.setprofile(close_at_start)
+        answer = group.score()
+    finally:
+        sys.setprofile(None)
+    thread.join(DEADLINE)
+    with contextlib.suppress(bm.WorkerDied, bm.ClosedError):
+        answer.result(DEADLINE)
 
 
 @pytest.mark.backends("local", "ray")

@@ -173,26 +173,33 @@ class InProcessWorkers:
         self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[contract.Ticket]], object]
     ) -> None:
         """Run requests on the event loop of a rank; see `contract.Workers.request`."""
-        from bandmaster.answering.request_tasks import ReceivedRequest, RequestTasks
-
         self._check_idle()
         overtakes = requests[0].method == MORE_ITEMS  # also a call that waits, which holds the lock
-        with contextlib.nullcontext() if overtakes else self._running:
-            numbered = [
-                ReceivedRequest(next(self._numbers), one.method, one.reply, *_read(one), one.is_timed)
-                for one in requests
-            ]
-            tickets = {request.number: InProcessTicket(None, is_done=False) for request in numbered}
-            take(list(tickets.values()))
-            self._open[rank].update(tickets)
-            if rank in self.deaths:
-                for number, ticket in tickets.items():
-                    ticket.is_dropped = True
-                    self._end(rank, number, self.deaths[rank])
-                return
-            if rank not in self._tasks:
-                self._tasks[rank] = RequestTasks(self._executors[rank], partial(self._ended, rank))
-            self._tasks[rank].start(numbered)
+        try:
+            with contextlib.nullcontext() if overtakes else self._running:
+                self._begin(rank, requests, take)
+        finally:
+            self._drop_the_dead()
+
+    def _begin(
+        self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[contract.Ticket]], object]
+    ) -> None:
+        from bandmaster.answering.request_tasks import ReceivedRequest, RequestTasks
+
+        numbered = [
+            ReceivedRequest(next(self._numbers), one.method, one.reply, *_read(one), one.is_timed) for one in requests
+        ]
+        tickets = {request.number: InProcessTicket(None, is_done=False) for request in numbered}
+        take(list(tickets.values()))
+        self._open[rank].update(tickets)
+        if rank in self.deaths:
+            for number, ticket in tickets.items():
+                ticket.is_dropped = True
+                self._end(rank, number, self.deaths[rank])
+            return
+        if rank not in self._tasks:
+            self._tasks[rank] = RequestTasks(self._executors[rank], partial(self._ended, rank))
+        self._tasks[rank].start(numbered)
 
     def _ended(self, rank: int, request: Any, outcome: Payload | Rows | Failure | None, times: bytes | None) -> None:
         """Take the outcome of a request, on the event loop."""
