@@ -636,6 +636,28 @@ def test_a_group_that_is_closed_ends_its_maps(backend, method, gate):
             group.one.map([1])
 
 
+@pytest.fixture
+def no_collection():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_values_that_nobody_takes_are_freed_with_the_map(group, no_collection):
+    def use():
+        rows = group.wide.map(np.arange(6), chunk=2)
+        assert len(next(rows)) == 2
+        deadline = idle_time() + DEADLINE
+        while "open" in repr(rows):
+            assert idle_time() < deadline
+            time.sleep(0.01)  # polling for the thread of callbacks
+        rows.close()
+
+    use()
+    wait_until_freed(group)
+
+
 def test_rows_of_chunks_are_freed_with_the_last_future(group):
     def use():
         rows = group.wide.map(np.arange(6), chunk=2).future
@@ -648,10 +670,15 @@ def test_rows_of_chunks_are_freed_with_the_last_future(group):
 
     use()
     gc.collect()
+    wait_until_freed(group)
+
+
+def wait_until_freed(group):
+    """Wait until no rows are kept: a thread that ran a callback, or looked at a map, lets go of it a moment later."""
     deadline = idle_time() + DEADLINE
     while {line.split("  ")[-1].strip() for line in group.describe().splitlines()[2:]} != {"-"}:
         assert idle_time() < deadline, group.describe()
-        time.sleep(0.01)  # polling for a thread that ran a callback, and lets go of the call then
+        time.sleep(0.01)
 
 
 # --- mistakes -----------------------------------------------------------------------------------------------------

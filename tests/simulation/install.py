@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib
 import itertools
+import queue
 import select
 import signal
 import sys
@@ -34,7 +35,12 @@ from simulation.ranks import Rank
 from simulation.world import World
 
 _LOCKS = {type(threading.Lock()): sync.Lock, type(threading.RLock()): sync.RLock, threading.Event: sync.Event}
-_MODULES = {id(threading): sync.Threading(), id(time): sync.Time(), id(select): net.Select()}
+_MODULES = {
+    id(threading): sync.Threading(),
+    id(time): sync.Time(),
+    id(select): net.Select(),
+    id(queue): sync.Queue(),
+}
 _FUNCTIONS = {
     id(time.monotonic): sync.now,
     id(time.monotonic_ns): sync.Time.monotonic_ns,

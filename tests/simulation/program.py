@@ -80,6 +80,7 @@ class Kind(NamedTuple):
         cutting: Share of steps of the main thread in which a host is cut off, or its agent killed.
         passing: Share of steps in which rows of one call are passed to others.
         stalling: Share of steps of the main thread in which a rank stands still, and is noticed or not.
+        mapping: Share of steps in which a thread maps a method over rows.
     """
 
     n_ranks: int
@@ -99,6 +100,7 @@ class Kind(NamedTuple):
     n_hosts: int = 0
     cutting: float = 0.0
     passing: float = 0.0
+    mapping: float = 0.0
 
     @classmethod
     def drawn(cls, seed: int) -> Kind:
@@ -123,6 +125,7 @@ class Kind(NamedTuple):
             n_hosts=draw.choice([0, 0, 0, 1, 2, 3]),
             passing=draw.choice([0.0, 0.0, 0.1, 0.3]),
             cutting=draw.choice([0.0, 0.0, 0.03]) if faults > 0.4 else 0.0,
+            mapping=draw.choice([0.0, 0.0, 0.1, 0.3]),
         )
 
 
@@ -133,6 +136,8 @@ class Sent:
         future: Its future; None if Ctrl-C came as it was submitted.
         has_ballast: Whether it takes a large array as well.
         parent: The call whose rows it takes.
+        parts: The requests of a map, in the order of the rows.
+        returns_errors: Whether a map goes on after a request that has failed.
         is_cancelled: Whether it may have been cancelled.
         cancelled_at: When it was cancelled for certain.
         n_callbacks: How often its callback was called.
@@ -142,6 +147,8 @@ class Sent:
         self.token, self.method, self.plans, self.has_ballast = token, method, plans, has_ballast
         self.cancelled_at = math.inf
         self.parent: Sent | None = None
+        self.parts: list[Sent] = []
+        self.returns_errors = False
         self.future: Any = None
         self.is_cancelled = False
         self.n_callbacks = self.n_expected = 0
@@ -160,8 +167,21 @@ class Sent:
     @property
     def hows(self) -> set[str]:
         """What its ranks do."""
+        if self.parts:
+            return set[str]().union(*(part.hows for part in self.parts))
         hows = {plan.how for plan in self.plans.values()} if isinstance(self.plans, dict) else {self.plans.how}
         return hows if self.parent is None else hows | self.parent.hows
+
+    @property
+    def tokens(self) -> set[int]:
+        """Those of the calls whose failures may be its own."""
+        return {self.token, *(part.token for part in self.parts)} | (self.parent.tokens if self.parent else set())
+
+    def cancel_at(self, moment: float) -> None:
+        """Note that it was cancelled."""
+        for one in (self, *self.parts):
+            one.is_cancelled = True
+            one.cancelled_at = min(one.cancelled_at, moment)
 
 
 class Program:
@@ -279,6 +299,9 @@ class Program:
         if draw.random() < kind.passing:
             self._pass_rows(draw, mine)
             return
+        if draw.random() < kind.mapping:
+            self._map(draw, mine, can_await=not (is_main and kind.n_interrupts))
+            return
         what = draw.random()
         if what < 0.35:
             self._call(draw)
@@ -295,9 +318,9 @@ class Program:
             if sent.future is None:
                 return
             if draw.random() < self.kind.cancelling:
-                sent.is_cancelled = True
+                sent.cancel_at(math.inf)
                 if sent.future.cancel():
-                    sent.cancelled_at = min(sent.cancelled_at, self.world.now)
+                    sent.cancel_at(self.world.now)
             elif draw.random() < 0.2:
                 sent.future.done()
             elif draw.random() < 0.1:
@@ -358,6 +381,85 @@ class Program:
                 if draw.random() < 0.3:
                     self._add_callback(sent)
 
+    def _map(self, draw: random.Random, mine: list[Sent], can_await: bool) -> None:
+        """Map a method over rows; iterate over the values, or have them as one, now or later."""
+        whole = Sent(next(self._tokens), "map", {})
+        whole.parts = [self._drawn(draw, asking=1.0) for _ in range(draw.choice([1, 2, 5, 12]))]
+        whole.returns_errors = draw.random() < 0.3
+        if not whole.returns_errors and whole.hows & {"raise", "die"}:
+            for part in whole.parts:
+                part.is_cancelled = True  # perhaps, as another one has failed
+        is_iterated, method = draw.random() < 0.5, draw.choice(["ask", "ask", "exclusive"])
+        options = {
+            "in_flight": draw.choice([None, None, 1, 3]),
+            "maxsize": draw.choice([None, 1, 4]) if is_iterated else None,
+            "on_error": "return" if whole.returns_errors else "raise",
+        }
+        self.world.note("maps", method, whole.token, [part.token for part in whole.parts], options)
+        try:
+            mapped = getattr(self._group, method).map([part.token for part in whole.parts], **options)
+            if is_iterated:
+                self._iterate(draw, whole, mapped, can_await)
+            elif draw.random() < 0.5:
+                self._calls.append(whole)
+                whole.future = mapped.future
+                mine.append(whole)
+            else:
+                began = self.world.now
+                self._judge(whole, mapped.result())
+                self._check_lateness(whole, began)
+        except KeyboardInterrupt:
+            whole.cancel_at(math.inf)
+            raise
+        except bm.BandmasterError as error:
+            self._judge(whole, error)
+
+    def _iterate(self, draw: random.Random, whole: Sent, mapped: Any, can_await: bool) -> None:
+        """Take values of a map as they come: all, or some, and then close it."""
+        n_taken = draw.choice([math.inf, math.inf, 0, 1, 3])
+        left = dict(enumerate(whole.parts))
+
+        def take(future: Any, began: float) -> bool:
+            """Take one; whether it was the last that is wanted."""
+            (row,) = future.numbers
+            self.world.check(row in left, "a row comes twice", whole.token, row)
+            part = left.pop(row)
+            try:
+                self._judge(part, future.result())
+                self._check_lateness(part, began)
+            except bm.BandmasterError as error:
+                self._judge(part, error)
+            return len(whole.parts) - len(left) >= n_taken
+
+        async def take_all() -> None:
+            began = self.world.now
+            async for future in mapped:
+                if take(future, began):
+                    break
+                began = self.world.now
+
+        if can_await and draw.random() < 0.3:
+            loop = Loop()
+            try:
+                loop.run_until_complete(take_all())
+            finally:
+                loop.close()
+                asyncio.set_event_loop(None)
+        else:
+            began = self.world.now
+            for future in mapped if n_taken else ():
+                if take(future, began):
+                    break
+                began = self.world.now
+        if n_taken is math.inf:
+            self.world.check(not left, "rows do not come", whole.token, [part.token for part in left.values()])
+            return
+        for part in left.values():
+            part.is_cancelled = True
+        mapped.close()
+        for part in left.values():
+            part.cancel_at(self.world.now)
+
     def _renew(self, draw: random.Random) -> None:
         """Restart the group, or replace a rank."""
         self.is_renewed = True
@@ -388,6 +490,8 @@ class Program:
     def _stall(self, draw: random.Random) -> None:
         """Have a rank stand still or compute, and check who is told of it."""
         world, kind = self.world, self.kind
+        for sent in [one for one in self._calls if kind.passing and one.future is not None]:
+            self._wait(sent, None)  # else it is the call of the rows that stands still, which has a limit of its own
         after_s, shape = draw.choice([2.0, 5.0]), draw.choice(["stopped", "idle", "busy"])
         lasts_s = after_s * draw.choice([0.4, 3.0, 6.0])
         token = next(self._tokens)
@@ -559,10 +663,14 @@ class Program:
 
     def _check_lateness(self, sent: Sent, began: float) -> None:
         """A thread that waits is told soon after the last reply."""
-        ended = self.world.ended.get(sent.token)  # type: ignore[attr-defined]
-        if ended is not None and not (self.is_cut or isinstance(sent.outcome, BaseException)):
+        ended = self._ended(sent)
+        if ended < math.inf and not (self.is_cut or isinstance(sent.outcome, BaseException)):
             late_s = self.world.now - max(ended, began)
             self.world.check(late_s < LATE_S, f"a wait ends {late_s:.2f} s after the last reply", sent.token)
+
+    def _ended(self, sent: Sent) -> float:
+        """When its last rank has replied; in the case of a map, that of its last request."""
+        return max(self.world.ended.get(one.token, math.inf) for one in sent.parts or [sent])  # type: ignore[attr-defined]
 
     def _judge(self, sent: Sent, outcome: Any) -> None:
         """Check the outcome of a call."""
@@ -584,8 +692,7 @@ class Program:
         elif isinstance(outcome, bm.RemoteError):
             world.check("raise" in hows, "a call fails that does not", sent.token, outcome)
             cause = outcome.__cause__
-            tokens = {sent.token} if sent.parent is None else {sent.token, sent.parent.token}
-            is_its = isinstance(cause, Raised) and cause.args[0] in tokens
+            is_its = isinstance(cause, Raised) and cause.args[0] in sent.tokens
             world.check(is_its, "the failure of another call", sent.token, outcome)
         elif isinstance(outcome, bm.RowsLost):
             world.check(self.is_renewed or self._has_died(), "rows are lost", sent.token, outcome)
@@ -593,6 +700,8 @@ class Program:
             world.check(self.is_renewed, "a group is closed that nobody closes", sent.token)
         elif isinstance(outcome, BaseException):
             world.fail(f"call {sent.token} has {outcome!r}")
+        elif sent.parts:
+            self._judge_map(sent, outcome)
         elif sent.method == "rows":
             world.check(not hows & {"raise", "die"}, "a call that fails has a value", sent.token, outcome)
             is_right = len(outcome) == 2 * self.kind.n_ranks and bool((outcome == sent.token).all())
@@ -609,6 +718,19 @@ class Program:
             }
             world.check(tokens == {sent.token}, "the values of another call", sent.token, tokens)
 
+    def _judge_map(self, sent: Sent, outcome: Any) -> None:
+        """Check the values of a map."""
+        failed = []
+        if sent.returns_errors:
+            failed = [int(row) for one in outcome.failed for row in one.numbers]
+            for one in outcome.failed:
+                self._judge(sent.parts[int(one.numbers[0])], one.error)
+        rows = [row for row in range(len(sent.parts)) if row not in failed]
+        values = outcome.value if sent.returns_errors else outcome
+        self.world.check(len(values) == len(rows), "rows are missing", sent.token, rows, len(values))
+        for row, value in zip(rows, values, strict=True):
+            self._judge(sent.parts[row], value)
+
     def _has_died(self) -> bool:
         return any(not rank.is_alive for rank in self.world.zygote.ranks.values())  # type: ignore[attr-defined]
 
@@ -621,8 +743,7 @@ class Program:
         """Wait for all calls, and check that each has ended once."""
         sync.sleep(LATE_S)  # in which nobody waits
         for sent in self._calls:
-            ended = self.world.ended.get(sent.token, math.inf)  # type: ignore[attr-defined]
-            ended = max(ended, sent.waited_since) if sent.hows <= {"value", "large"} else math.inf
+            ended = max(self._ended(sent), sent.waited_since) if sent.hows <= {"value", "large"} else math.inf
             is_late = sent.n_callbacks < sent.n_expected and self.world.now > ended + LATE_S
             is_meant = self.is_cut or sent.is_cancelled or sent.is_lost
             self.world.check(not is_late or is_meant, "a callback does not come", sent.token)
@@ -644,6 +765,7 @@ class Program:
         ranks = self.world.zygote.ranks.values()  # type: ignore[attr-defined]
         if self.is_cut or self.kind.n_hosts or not all(rank.is_alive for rank in ranks):
             return
+        sync.sleep(SETTLED_S / 10)  # in which threads end, which refer to what they have looked at last
         gc.collect()
         sync.sleep(SETTLED_S / 10)
         writer = self._group._ownership.workers()._writer

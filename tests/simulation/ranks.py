@@ -208,6 +208,8 @@ class Rank:
         except Closed:
             self.end("hung up")
             return
+        if not self._aside:
+            self._given_up.clear()
         self._tell_of_leases()
 
     def _take(self, body: memoryview) -> None:
@@ -392,8 +394,6 @@ class Rank:
         self._replies = []
         with suppress(Closed):
             self._lane.send_beside(several_replies(said))
-        if not self.requests:
-            self._given_up.clear()
         self._go_on()
 
     def report(self, version: int) -> None:

@@ -1,9 +1,10 @@
-"""Locks, conditions, events and threads of the world, in place of those of `threading`; and its clock."""
+"""Locks, conditions, events, threads and queues of the world, in place of those of Python; and its clock."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import queue
 import threading
 import time
 from collections import deque
@@ -217,6 +218,30 @@ class Thread:
             _block(lambda: task.is_over, timeout, f"the end of {self.name}")
 
 
+class SimpleQueue:
+    """As `queue.SimpleQueue`."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        worlds.tick()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        worlds.tick()
+        deadline = None if timeout is None else now() + timeout
+        while not self._items:
+            left = None if deadline is None else deadline - now()
+            if not block or (left is not None and left <= 0):
+                raise queue.Empty
+            _block(lambda: bool(self._items), left, "an item of a queue")
+        return self._items.popleft()
+
+    def get_nowait(self) -> Any:
+        return self.get(block=False)
+
+
 class ThreadPoolExecutor(Executor):
     """As `concurrent.futures.ThreadPoolExecutor`, with one thread."""
 
@@ -279,6 +304,15 @@ class Threading:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(threading, name)
+
+
+class Queue:
+    """Stands for the module `queue`."""
+
+    SimpleQueue = SimpleQueue
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(queue, name)
 
 
 class Time:

@@ -144,8 +144,7 @@ class Call(RowsResult):
         try:
             self._send(self, request)
         except BaseException as error:
-            interrupted = CallCancelled(f"{self.site.method} was interrupted before it was sent; make the call again")
-            self._fail(error if isinstance(error, Exception) else interrupted)
+            self.fail(error)
             raise
         if self.is_watched:  # another thread met it as it was sent: before its tickets were there
             self.read_in_background()
@@ -181,13 +180,15 @@ class Call(RowsResult):
             if self.request is None or self.done is not None:
                 return False
             self.is_cancelled = True
-            self._fail(why)
+            self.fail(why)
         self._work.advance()
         self.tell()
         return True
 
-    def _fail(self, why: BaseException) -> None:
-        """End with an error. If ranks have the call already, they are interrupted."""
+    def fail(self, why: BaseException) -> None:
+        """End with an error, which also Ctrl-C becomes. If ranks have the call already, they are interrupted."""
+        if not isinstance(why, Exception):
+            why = CallCancelled(f"{self.site.method} was interrupted before it was sent; make the call again")
         with self.lock:
             self._why = self._why or why
             if self.request is None:

@@ -174,13 +174,17 @@ class Submitter:
         with call.lock:
             if call.request is None:  # it was cancelled meanwhile
                 return
-            call.is_being_sent(workers, failures)
-            if orders:
-                self.work.add(call)
-                self.work.send_calls(workers, orders, call.tickets)
-                call.place = _first_place(call.tickets)
-                if call.record is not None:
-                    call.record.is_sent()
+            try:
+                call.is_being_sent(workers, failures)
+                if orders:
+                    self.work.add(call)
+                    self.work.send_calls(workers, orders, call.tickets)
+                    call.place = _first_place(call.tickets)
+                    if call.record is not None:
+                        call.record.is_sent()
+            except BaseException as error:
+                call.fail(error)  # here, as another thread that finds it without tickets takes it for done
+                raise
 
     def _planned(
         self, request: CallRequest, workers: Workers, site: CallSite

@@ -255,6 +255,7 @@ class MapFeed(Feed):
             request = self._requests_ended.popleft()
             if request in self._open:
                 future, _ = self._open.pop(request)
+                request.tell_map = None  # a future that is kept does not keep the batch
                 future.rank = request.replicas[0].ranks[0] if request.replicas else None
                 found.append(future)
         return found
