@@ -208,4 +208,333 @@ MUTANTS = [
         "                pass\n",
         "A thread that waits behind a failed call does not look again when that has ended.",
     ),
+    Mutant(
+        "failed-unlocked",
+        "calls/submission.py",
+        "                call.fail(error)  # here, as another thread that finds it without tickets takes it for done\n",
+        "",
+        "A call that Ctrl-C breaks as it is sent can be taken for done before it has failed.",
+    ),
+    Mutant(
+        "cancel-unheard",
+        "calls/call.py",
+        "            if tickets := dict(self.tickets):  # none if it was never sent\n",
+        "            if tickets := {}:\n",
+        "A call that is cancelled does not interrupt its ranks.",
+    ),
+    Mutant(
+        "order-of-sending",
+        "calls/open_work.py",
+        "        for other in sorted(self._sent.copy(), key=_place):",
+        "        for other in self._sent.copy():",
+        "A thread takes the order in which calls were noted for that in which ranks get them.",
+    ),
+    Mutant(
+        "not-advanced",
+        "calls/open_work.py",
+        "            parents = () if one.is_sent_in_background else one.parents\n",
+        "            parents = ()\n",
+        "A call that waits for rows is sent by no thread unless one waits for it.",
+    ),
+    Mutant(
+        "given-up-not",
+        "calls/open_work.py",
+        "        for call in gone:  # not under the lock, as it may run callbacks\n            call.tell()\n",
+        "",
+        "The callbacks of a call that fails as it is sent are not called.",
+    ),
+    Mutant(
+        "never-stops-waiting",
+        "calls/escalation.py",
+        "(Step.STOP_WAITING, now + wait_s)",
+        "(Step.STOP_WAITING, math.inf)",
+        "A call waits for all ranks though one has died.",
+    ),
+    Mutant(
+        "grace-from-failure",
+        "calls/escalation.py",
+        "                if step is Step.INTERRUPT:\n",
+        "                if False:\n",
+        "The grace of ranks that were interrupted never begins.",
+    ),
+    Mutant(
+        "death-unheard",
+        "wire/lanes.py",
+        "        except Closed:\n            self._note_death(rank)\n            return\n",
+        "        except Closed:\n            return\n",
+        "The end of a lane does not tell of a death.",
+    ),
+    Mutant(
+        "room-unasked",
+        "wire/lanes.py",
+        "                self._poller.ask_for_room(lane.fileno(), True)\n                break\n",
+        "                break\n",
+        "Nobody asks when a full lane has room again.",
+    ),
+    Mutant(
+        "cancel-request-unsent",
+        "wire/lanes.py",
+        "                    self._send_control(rank, control_message(MessageKind.CANCEL, (ticket.number,)))\n",
+        "",
+        "The cancellation of a request is not sent.",
+    ),
+    Mutant(
+        "claims-kept",
+        "wire/lane.py",
+        "            self._received.clear()\n            self._claims = {}\n",
+        "            self._received.clear()\n",
+        "The claims of a message stay until another one names the same segments.",
+    ),
+    Mutant(
+        "segment-with-reader",
+        "wire/segments.py",
+        "                elif not segment.readers:\n",
+        "                else:\n",
+        "A segment is free when one of its readers has ended its lease.",
+    ),
+    Mutant(
+        "two-leases-one",
+        "wire/segments.py",
+        "                left = segment.readers.pop(reader, 1) - 1\n",
+        "                left = segment.readers.pop(reader, 1) * 0\n",
+        "The first lease that a reader ends ends all that it has of a segment.",
+    ),
+    Mutant(
+        "failed-not-seen",
+        "wire/client.py",
+        "            if n_dead != len(self.deaths) or n_failed != self._n_failed:\n                break\n",
+        "",
+        "A thread that waits for several ranks does not hear of the first failure or death.",
+    ),
+    Mutant(
+        "must-be-left",
+        "wire/client.py",
+        "            if self.lock.must_be_left:\n                return None\n",
+        "",
+        "A thread that waits for replies keeps Ctrl-C back.",
+    ),
+    Mutant(
+        "not-acknowledged",
+        "wire/poller.py",
+        "                    with contextlib.suppress(OSError):  # nothing was written, or it was closed\n"
+        "                        os.eventfd_read(fd)\n",
+        "                    pass\n",
+        "The thread that was woken does not acknowledge it, and spins.",
+    ),
+    Mutant(
+        "two-routers",
+        "requests/router.py",
+        "            router = routers.get(key)\n"
+        "            if isinstance(router, Router) and router.workers is workers:\n"
+        "                return router\n"
+        "            router = routers[key]",
+        "            router = routers[key]",
+        "The first requests of a method that two threads make have a router each.",
+    ),
+    Mutant(
+        "wake-unnoted",
+        "requests/router.py",
+        "        self._is_woken = True  # first: a thread that looks may have taken all that wait\n",
+        "",
+        "A place that becomes free is not noted.",
+    ),
+    Mutant(
+        "calls-overtake",
+        "calls/open_work.py",
+        "        if outgoing is not None:\n            outgoing.flush()\n",
+        "",
+        "A call overtakes requests that were submitted before it.",
+    ),
+    Mutant(
+        "answer-unread",
+        "requests/request.py",
+        "        if self.is_done:  # another thread has read the reply meanwhile, and knew of nobody to tell\n"
+        "            self.wait(0.0)\n",
+        "        if self.is_done:\n            pass\n",
+        "A callback that is added as another thread reads the reply is not called.",
+    ),
+    Mutant(
+        "cancelled-first-not",
+        "requests/request.py",
+        "            self.is_cancelled = True  # first: it is not sent any more\n",
+        "",
+        "A request that is cancelled has the error of its ranks.",
+    ),
+    Mutant(
+        "loop-not-told",
+        "requests/reader.py",
+        "        self._arrived.append(waiter)\n        if request",
+        "        if request",
+        "A task that awaits a request is not woken.",
+    ),
+    Mutant(
+        "loop-told-once",
+        "requests/reader.py",
+        "        self._is_scheduled = False  # first: what is told from here on is not missed\n",
+        "",
+        "An event loop is woken once.",
+    ),
+    Mutant(
+        "map-unnoted",
+        "requests/map.py",
+        "            self._is_noted = True\n            progress.look_at(self)\n",
+        "            self._is_noted = True\n",
+        "The thread of callbacks is not told of a request of a map that has ended.",
+    ),
+    Mutant(
+        "map-noted-late",
+        "requests/map.py",
+        "        self._is_noted = False  # first: what is noted from here on is not missed\n"
+        "        try:\n"
+        "            with self._looking:  # and not `lock`: other calls may begin now\n"
+        "                self._router.advance()\n"
+        "                with self.lock:\n"
+        "                    done = [*self._taken(), *self._late()]\n",
+        "        try:\n"
+        "            with self._looking:  # and not `lock`: other calls may begin now\n"
+        "                self._router.advance()\n"
+        "                with self.lock:\n"
+        "                    done = [*self._taken(), *self._late()]\n"
+        "                self._is_noted = False\n",
+        "A request of a map that ends as the map is looked at is not noted.",
+    ),
+    Mutant(
+        "map-share-lost",
+        "flow/feed.py",
+        "                if error is None or not self.is_per_share:\n",
+        "                if error is None:\n",
+        "A request of a map that fails keeps its place.",
+    ),
+    Mutant(
+        "map-over-early",
+        "flow/feed.py",
+        "            is_over = not self._running and not any(map(self._has_more, self._free))\n",
+        "            is_over = not any(map(self._has_more, self._free))\n",
+        "A map ends when its last request was sent.",
+    ),
+    Mutant(
+        "map-not-taken",
+        "flow/feed.py",
+        "            self._ahead[self._place(future.rank)] -= 1\n",
+        "            pass\n",
+        "A value that is taken makes no room for another one.",
+    ),
+    Mutant(
+        "map-row-twice",
+        "requests/map.py",
+        "        number, label = self._n_sent, self.site.method\n",
+        "        number, label = max(0, self._n_sent - 1), self.site.method\n",
+        "The first row of a map is sent twice, the last one never.",
+    ),
+    Mutant(
+        "map-goes-on",
+        "requests/map.py",
+        "            if not (request.is_cancelled and request.is_sent):\n                request.cancel()\n",
+        "            pass\n",
+        "Requests of a map that was closed as it sent others run on.",
+    ),
+    Mutant(
+        "map-unordered",
+        "requests/map.py",
+        "sorted(self.arrivals.drained(), key=lambda part: next(iter(numbers_of(part)), 0))",
+        "self.arrivals.drained()",
+        "The values of a map are in the order in which they came.",
+    ),
+    Mutant(
+        "map-end-untold",
+        "flow/feed.py",
+        "            self._ended.set()\n            self.arrivals.put(None)\n",
+        "            self._ended.set()\n",
+        "An iteration is not told that its map has ended.",
+    ),
+    Mutant(
+        "map-told-twice",
+        "requests/request.py",
+        "        tell_map = self.tell_map  # which the map may take away meanwhile\n"
+        "        if tell_map is not None:\n"
+        "            tell_map(self)\n",
+        "        tell_map = self.tell_map\n        if self.tell_map is not None:\n            self.tell_map(self)\n",
+        "A request tells a map that has let go of it meanwhile.",
+    ),
+    Mutant(
+        "stream-goes-on",
+        "flow/feed.py",
+        "            for future in list(self._running):\n                future.cancel()\n",
+        "            pass\n",
+        "The parts of a stream or map that is closed run on.",
+    ),
+    Mutant(
+        "calls-behind-map",
+        "flow/feed.py",
+        "        elif not self._sent.is_set():\n            self._sent.set()\n            self.work.advance()\n",
+        "",
+        "Calls behind a stream that waits for rows are sent when it ends.",
+    ),
+    Mutant(
+        "host-reply-late",
+        "hosts/ranks.py",
+        "            if is_whole or is_flushed or unsent.is_urgent:\n",
+        "            if is_whole:\n",
+        "An agent keeps the failure of a rank until all have replied.",
+    ),
+    Mutant(
+        "host-queue-stays",
+        "hosts/ranks.py",
+        "            for number in meant & queued.calls.keys():\n"
+        "                self._fail(number, queued.calls[number].call.ranks, why)\n",
+        "            pass\n",
+        "Calls that are cancelled as they wait for rows on a host are never answered.",
+    ),
+    Mutant(
+        "host-order",
+        "hosts/ranks.py",
+        "        while self._queue and self._queue[0].is_ready:\n"
+        "            calls, are_requests = self._queue.popleft()\n",
+        "        while (ready := [one for one in self._queue if one.is_ready]):\n"
+        "            calls, are_requests = ready[0]\n"
+        "            self._queue.remove(ready[0])\n",
+        "Calls on a host overtake those that wait for rows.",
+    ),
+    Mutant(
+        "host-fence",
+        "hosts/ranks.py",
+        "if number == numbers[rank]})",
+        "if number != numbers[rank]})",
+        "Ranks on a host that have failed are not let go on.",
+    ),
+    Mutant(
+        "host-lost-silently",
+        "hosts/workers.py",
+        "                self.deaths[rank] = failure\n                self._fail_open(rank, failure)\n",
+        "                self.deaths[rank] = failure\n",
+        "Calls to a host that is lost are not failed.",
+    ),
+    Mutant(
+        "host-rows-kept",
+        "hosts/workers.py",
+        "    for other in (agent, *copies):\n        other.released.append(key)\n",
+        "    pass\n",
+        "Hosts are not told that nobody refers to rows any more.",
+    ),
+    Mutant(
+        "host-copy-unfetched",
+        "hosts/workers.py",
+        "        if present is not None and contains(present, rows):\n            return None\n",
+        "        if present is not None:\n            return None\n",
+        "A host that has some rows of a table is taken to have all.",
+    ),
+    Mutant(
+        "stopped-moves",
+        "watching/calls.py",
+        '        if signs.state == "R" or is_busy or (begun_anew and signs.method):',
+        "        if True:",
+        "Every rank is taken to move, so that nothing is noticed.",
+    ),
+    Mutant(
+        "computing-stalls",
+        "watching/calls.py",
+        '        if signs.state == "R" or is_busy or (begun_anew and signs.method):',
+        "        if begun_anew and signs.method:",
+        "A rank that computes is taken to stand still.",
+    ),
 ]

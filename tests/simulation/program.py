@@ -80,7 +80,7 @@ class Kind(NamedTuple):
         cutting: Share of steps of the main thread in which a host is cut off, or its agent killed.
         passing: Share of steps in which rows of one call are passed to others.
         stalling: Share of steps of the main thread in which a rank stands still, and is noticed or not.
-        mapping: Share of steps in which a thread maps a method over rows.
+        mapping: Share of steps in which a thread maps a method over rows, or takes the results of ranks as they come.
     """
 
     n_ranks: int
@@ -300,7 +300,10 @@ class Program:
             self._pass_rows(draw, mine)
             return
         if draw.random() < kind.mapping:
-            self._map(draw, mine, can_await=not (is_main and kind.n_interrupts))
+            if draw.random() < 0.3:
+                self._stream(draw)
+            else:
+                self._map(draw, mine, can_await=not (is_main and kind.n_interrupts))
             return
         what = draw.random()
         if what < 0.35:
@@ -459,6 +462,35 @@ class Program:
         mapped.close()
         for part in left.values():
             part.cancel_at(self.world.now)
+
+    def _stream(self, draw: random.Random) -> None:
+        """Take the results of a call as they come: all, or some, and then close the stream."""
+        sent, n_taken = self._drawn(draw, asking=0.0), draw.choice([math.inf, math.inf, 0, 1])
+        left = set(range(self.kind.n_ranks))
+        self.world.note("streams", sent.token, n_taken)
+        try:
+            began = self.world.now
+            stream = self._group.work.stream(*sent.args)
+            for future in stream if n_taken else ():
+                self.world.check(future.rank in left, "the value of a rank comes twice", sent.token, future.rank)
+                left.remove(future.rank)
+                token, rank, *_ = future.result()
+                self.world.check((token, rank) == (sent.token, future.rank), "another's value", sent.token, token, rank)
+                if self.kind.n_ranks - len(left) >= n_taken:
+                    break
+            else:
+                if n_taken:
+                    self.world.check(not left, "values of ranks do not come", sent.token, left)
+                    self._check_lateness(sent, began)
+            sent.is_cancelled = bool(left)
+            stream.close()
+            if left:
+                sent.cancel_at(self.world.now)
+        except KeyboardInterrupt:
+            sent.cancel_at(math.inf)
+            raise
+        except bm.BandmasterError as error:
+            self._judge(sent, error)
 
     def _renew(self, draw: random.Random) -> None:
         """Restart the group, or replace a rank."""
@@ -669,8 +701,12 @@ class Program:
             self.world.check(late_s < LATE_S, f"a wait ends {late_s:.2f} s after the last reply", sent.token)
 
     def _ended(self, sent: Sent) -> float:
-        """When its last rank has replied; in the case of a map, that of its last request."""
-        return max(self.world.ended.get(one.token, math.inf) for one in sent.parts or [sent])  # type: ignore[attr-defined]
+        """When the last rank has replied, in the case of a map to the last request; infinity before that."""
+        if sent.parts:
+            return max(map(self._ended, sent.parts))
+        by_rank = self.world.ended.get(sent.token, {})  # type: ignore[attr-defined]
+        n_ranks = self.kind.n_ranks if sent.method in ("work", "rows", "take") else 1
+        return max(by_rank.values()) if len(by_rank) == n_ranks else math.inf
 
     def _judge(self, sent: Sent, outcome: Any) -> None:
         """Check the outcome of a call."""

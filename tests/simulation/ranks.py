@@ -306,7 +306,8 @@ class Rank:
             self.world.failed_at.setdefault(running.token, self.world.now)  # type: ignore[attr-defined]
         outcome = self._outcome(running, value)
         self.world.note("ends", self.group.name, self.rank, running.token, type(value).__name__)
-        self.world.ended[running.token] = self.group.ended[running.token] = self.world.now  # type: ignore[attr-defined]
+        self.group.ended[running.token] = self.world.now
+        self.world.ended.setdefault(running.token, {})[self.rank] = self.world.now  # type: ignore[attr-defined]
         if running.number in self.requests:
             del self.requests[running.number]
             self._reply(running, outcome)

@@ -267,11 +267,12 @@ class Request(RowsResult):
 
     def nudge(self) -> bool:
         """Have the thread of callbacks look at it, or at its map; False if that thread does not watch it."""
-        if self.tell_map is not None:
-            self.tell_map(self)
+        tell_map = self.tell_map  # which the map may take away meanwhile
+        if tell_map is not None:
+            tell_map(self)
         elif self.is_watched:
             progress.look_at(self)
-        return self.is_watched or self.tell_map is not None
+        return self.is_watched or tell_map is not None
 
     def fail(self, why: BaseException) -> None:
         """End without having been sent, for a reason."""
