@@ -94,6 +94,12 @@ class Mortal(bm.Worker):
         self.told.append(("replace", rank, state))
 
 
+class Pair(Mortal):
+    @classmethod
+    def why_not_replaced(cls, mesh):
+        return f"the {mesh.size} ranks of a pair start together"
+
+
 def deadlock():
     """A mutex that is taken twice: no signal gets the thread out of there."""
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
@@ -444,7 +450,12 @@ def test_what_cannot_be_restarted_or_replaced_says_why(make_group):
         group.replace(1)
     with pytest.raises(bm.UsageError, match="0 to 1"):
         group.replace(2)
-    assert group.pid() == before
+    pair = make_group(2, Pair)
+    with pytest.raises(bm.UsageError, match="the 2 ranks of a pair start together"):
+        pair.replace(1)
+    with pytest.raises(bm.UsageError, match="the 2 ranks of a pair start together"):
+        pair.add.options(on_stall="replace")
+    assert group.pid() == before and pair.add(1) == [1, 1]
     group.restart()
     assert group.pid() != before
     group.close()

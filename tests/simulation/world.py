@@ -374,7 +374,7 @@ class World:
         if self.is_still or code.co_flags & inspect.CO_GENERATOR or "/bandmaster/" not in code.co_filename:
             return
         self._to_interrupt -= 1
-        if self._to_interrupt <= 0:
+        if self._to_interrupt <= 0 and not _is_in_finalizer(frame):
             self.note("Ctrl-C", code.co_name)
             self.interrupts_left -= 1
             self._to_interrupt = 1 + int(self.random.expovariate(1 / 300))
@@ -398,6 +398,13 @@ class World:
         handler = signal.getsignal(signal.SIGINT)
         if callable(handler):
             handler(signal.SIGINT, frame)
+
+
+def _is_in_finalizer(frame: Any) -> bool:
+    """Whether Python would lose an exception."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _never() -> bool:

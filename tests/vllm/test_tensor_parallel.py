@@ -83,6 +83,12 @@ def test_a_bad_prompt_is_an_error_on_all_ranks_alike(engine):
     assert engine.generate({"prompt": PROMPTS}, GREEDY)["n_tokens"].tolist() == [12] * 5
 
 
+def test_no_rank_of_several_is_replaced_alone(engine):
+    with pytest.raises(bm.UsageError, match=r"2 ranks of an engine along tp start together.*restart\(\)"):
+        engine.replace(1)
+    assert engine.generate({"prompt": PROMPTS}, GREEDY)["n_tokens"].tolist() == [12] * 5
+
+
 @pytest.mark.parametrize(
     ("mesh", "options", "said"),
     [

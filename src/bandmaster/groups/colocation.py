@@ -23,7 +23,7 @@ from bandmaster.calls.submission import Submitter
 from bandmaster.errors import ArgumentError, MeshError, UsageError
 from bandmaster.groups.base import AnyGroup
 from bandmaster.groups.group import GroupOf, WorkerGroup
-from bandmaster.lifecycle.checks import check_names, checked_mesh, checked_meshes, turn_hooks, unwrap
+from bandmaster.lifecycle.checks import check_names, checked_mesh, checked_meshes, turn_hooks, unwrap, why_not_replaced
 from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.plan.mesh import Mesh
 from bandmaster.pool import ResourcePool
@@ -205,13 +205,11 @@ class ColocatedGroup(GroupOf[Any]):
         super().replace(rank, state)
 
     def _why_not_replaced(self) -> str:
-        without = [name for name, checked in self._roles.items() if not _has(checked, "on_replace")]
-        return (
-            f"{self._name} does not support the replacement of one rank: define a method on_replace(self, rank, "
-            f"state) in the worker class of {', '.join(without)}, or restart() the whole group"
-            if without
-            else ""
-        )
+        by_role = [
+            why_not_replaced(checked.cls, self._mesh, f" in the worker class of {name}")
+            for name, checked in self._roles.items()
+        ]
+        return next(filter(None, by_role), "")
 
     def _turn_taker(self) -> NoReturn:
         raise UsageError(

@@ -34,6 +34,7 @@ from bandmaster.lifecycle.checks import (
     checked_output,
     turn_hooks,
     unwrap,
+    why_not_replaced,
 )
 from bandmaster.lifecycle.construction import replace_worker, start_workers
 from bandmaster.lifecycle.death_watch import DeathWatch
@@ -227,6 +228,8 @@ class GroupOf(AnyGroup, Generic[W]):
 
         The class opts in by defining ``on_replace(self, rank, state)``. The group calls it on every rank once the new
         worker is constructed, so that the other ranks can, for example, leave their process group and join a new one.
+        A class whose ranks cannot be replaced one by one, as these depend on each other, may have a class method
+        ``why_not_replaced(cls, mesh)``, which returns the reason, or "" if they can.
         Pending calls are cancelled first; a rank that does not stop within the grace of its call is ended.
 
         Args:
@@ -234,8 +237,8 @@ class GroupOf(AnyGroup, Generic[W]):
             state: Picklable value passed to ``on_replace``, the same on every rank.
 
         Raises:
-            UsageError: The group has no such rank, the class has no ``on_replace``, or another rank is also dead;
-                the worker was not replaced.
+            UsageError: The group has no such rank, the class has no ``on_replace`` or says that a rank cannot be
+                replaced alone, or another rank is also dead; the worker was not replaced.
             ConstructorError, WorkerDied, CallTimeout: The new worker failed to start, as for a new group; `replace`
                 can be called again.
             RemoteError: ``on_replace`` raised.
@@ -262,12 +265,7 @@ class GroupOf(AnyGroup, Generic[W]):
 
     def _why_not_replaced(self) -> str:
         """The reason why no rank can be replaced; "" if each can."""
-        if callable(getattr(self._cls, "on_replace", None)):
-            return ""
-        return (
-            f"{self._cls.__name__} does not support the replacement of one rank: define a method "
-            "on_replace(self, rank, state), or restart() the whole group"
-        )
+        return why_not_replaced(self._cls, self._mesh)
 
     def _check_alive_but(self, rank: int) -> None:
         workers = self._ownership.workers()

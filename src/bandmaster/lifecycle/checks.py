@@ -190,3 +190,14 @@ def checked_mesh(mesh: Mesh | None, n_slots: int, pool: object) -> Mesh:
 def turn_hooks(cls: type) -> list[str]:
     """The hooks of a worker class; one that has any takes turns on its slots from the beginning."""
     return [hook for hook in (ON_YIELD, ON_RESUME) if callable(getattr(cls, hook, None))]
+
+
+def why_not_replaced(cls: type[Worker], mesh: Mesh, where: str = "") -> str:
+    """The reason why one rank cannot be replaced, "" if each can; ``where`` says for messages where the class is."""
+    if not callable(getattr(cls, "on_replace", None)):
+        return (
+            f"{cls.__name__} does not support the replacement of one rank: define a method "
+            f"on_replace(self, rank, state){where}, or restart() the whole group"
+        )
+    refuse = getattr(cls, "why_not_replaced", None)
+    return "" if refuse is None else str(refuse(mesh))

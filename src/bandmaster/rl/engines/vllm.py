@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bandmaster import UsageError, report
+from bandmaster import Mesh, UsageError, report
 from bandmaster.rl.engine_weights.checkpoint import as_engine_has_them, checkpoint_specs
 from bandmaster.rl.engine_weights.staged import StagedWeights
 from bandmaster.rl.engine_weights.target import EngineDied, PauseMode
@@ -111,6 +111,17 @@ class VLLM(Engine):
         self.vocab_size = self._config.model_config.get_vocab_size()
         self.max_model_len = self._config.model_config.max_model_len
         report(self, load=0, version=self.version)
+
+    @classmethod
+    def why_not_replaced(cls, mesh: Mesh) -> str:
+        """The reason why no rank can be replaced: the ranks of a replica join one process group for good."""
+        axis = vllm_start.axis_of_ranks(mesh)
+        return (
+            f"the {mesh.axis_size(axis)} ranks of an engine along {axis} start together, so that none can be replaced "
+            "alone; restart() the whole group"
+            if axis
+            else ""
+        )
 
     # --- hooks ---
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bandmaster import UsageError, Worker
+from bandmaster import Mesh, UsageError, Worker
 from bandmaster.rl.engines.vllm_plugin import PARENT, WEIGHTS
 from bandmaster.rl.meshes import start_torch_distributed
 
@@ -43,9 +43,7 @@ class Replica(NamedTuple):
         Raises:
             UsageError: The ranks of a replica do not follow each other.
         """
-        names = worker.mesh.axis_names
-        axis = "gen_tp" if "gen_tp" in names else "tp"
-        if axis not in names or worker.mesh.axis_size(axis) == 1:
+        if (axis := axis_of_ranks(worker.mesh)) is None:
             return cls(worker.rank, 1, (worker.rank,))
         groups = [tuple(ranks) for ranks in worker.mesh.groups(axis)]
         number = next(number for number, ranks in enumerate(groups) if worker.rank in ranks)
@@ -56,6 +54,12 @@ class Replica(NamedTuple):
                 f"{axis} last, as in Mesh(dp=..., {axis}={len(ranks)})"
             )
         return cls(number, len(ranks), ranks)
+
+
+def axis_of_ranks(mesh: Mesh) -> str | None:
+    """The axis along which several ranks make up one replica; None if each rank is a replica."""
+    axis = "gen_tp" if "gen_tp" in mesh.axis_names else "tp"
+    return axis if axis in mesh.axis_names and mesh.axis_size(axis) > 1 else None
 
 
 def async_llm(options: dict[str, Any]) -> Any:
