@@ -1,5 +1,6 @@
 """Workers that die, and groups that are restarted: in time, with the cause, and nothing is left behind."""
 
+import asyncio
 import contextlib
 import ctypes
 import functools
@@ -22,6 +23,8 @@ from bandmaster import Dispatch, WorkerDied, register
 from bandmaster.wire.poller import Poller
 
 pytestmark = pytest.mark.backends("local", "ray")
+
+DEADLINE = 60.0  # of whatever must end
 
 
 def kill_oneself_after_a_look_into(path):
@@ -438,6 +441,52 @@ def test_workers_do_not_care_what_other_processes_are_called(zygote):
         assert bm.WorkerGroup(pool, Mortal).add(1) == [1]
         assert stays.add(1) == [1]
         strange.communicate(b"\n")
+
+
+class Busy(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self, n):
+        time.sleep(0.002)
+        return n + 1
+
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def ask(self, n):
+        await asyncio.sleep(0.002)
+        return n + 1
+
+    def on_replace(self, rank, state): ...
+
+
+@pytest.mark.backends("inprocess", "local", "ray")
+@pytest.mark.parametrize("method", ["add", "ask"])
+def test_other_threads_may_call_while_a_rank_is_replaced(make_group, method):
+    """What they call at that moment may fail, but says why; and nothing waits for it."""
+    group, is_over, wrong = make_group(2, Busy), threading.Event(), []
+    expected = [8, 8] if method == "add" else 8
+
+    def call():
+        while not is_over.is_set():
+            try:
+                found = getattr(group, method).submit(7).result(DEADLINE)
+                if found != expected:
+                    wrong.append(found)
+            except (bm.WorkerDied, bm.CallCancelled):
+                pass
+            except Exception as error:
+                if method == "ask" or "not constructed yet; make the call again" not in str(error):
+                    wrong.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for n in range(6):
+            group.replace(n % 2)
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join(DEADLINE)
+    assert wrong == [] and group.add(7) == [8, 8]
 
 
 @pytest.mark.backends("local")

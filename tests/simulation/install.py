@@ -28,7 +28,8 @@ from bandmaster.backends.machine import MachineBackend
 from bandmaster.calls import progress as progress_module
 from bandmaster.hosts import agent, handshake, link
 from bandmaster.wire import poller, status_page
-from simulation import hosts, net, sync
+from bandmaster.worker_process import event_loop
+from simulation import hosts, loop, net, sync
 from simulation import world as worlds
 from simulation.lines import Lines
 from simulation.ranks import Rank
@@ -49,7 +50,15 @@ _FUNCTIONS = {
 }
 
 # Modules that the path imports when it needs them: a program must not depend on whether it is the first.
-LATER = "requests.method", "requests.reader", "requests.map", "watching.turns", "flow.waiting", "turns.turns"
+LATER = (
+    "requests.method",
+    "requests.reader",
+    "requests.map",
+    "watching.turns",
+    "flow.waiting",
+    "turns.turns",
+    "answering.request_tasks",
+)
 
 
 class Group:
@@ -196,6 +205,7 @@ class Installed:
         self._look_at_modules()
         self.replace(futures, "threading", sync.Threading())
         self.replace(futures, "time", sync.Time())
+        self.replace(event_loop, "asyncio", loop.Asyncio())
         for module in (poller, progress_module):
             self.replace(module, "os", net.Os())
         self.replace(poller, "open", net.opened)
@@ -270,7 +280,7 @@ def installed() -> Iterator[Installed]:
         register_backend("simulated", SimulatedBackend)
         register_backend("simulated-hosts", hosts.SimulatedHosts)
         _registered.append("simulated")
-    for name in ("simulated", "simulated-hosts"):
+    for name in ("simulated", "simulated-hosts", "inprocess"):
         get_backend(name)  # imports what it needs
     for name in bm.__all__:
         getattr(bm, name)

@@ -76,3 +76,12 @@ class Loop(asyncio.SelectorEventLoop):
             self._counter.n = 1
             self._counter.world.version += 1
             worlds.tick()
+
+
+class Asyncio:
+    """Stands for the module `asyncio`, where the library makes event loops of its own."""
+
+    new_event_loop = Loop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)

@@ -17,6 +17,7 @@ import numpy as np
 
 import bandmaster as bm
 from bandmaster.calls.progress import progress
+from bandmaster.worker_process.executor import NOT_CONSTRUCTED
 from simulation import sync
 from simulation import world as worlds
 from simulation.hosts import Network
@@ -28,35 +29,62 @@ from simulation.world import START, World, WorldEnded
 LATE_S = 1.5  # between the last reply of a call and the return of a thread that waits for it: less than any look around
 LONG_S = 4.0
 QUICK = Plan()
+_LOGGERS = "bandmaster", "asyncio"
 NOTICED_S = 2.0 + 0.5  # after `stall_after`: the goal, and what a busy machine adds
 SETTLED_S = 60.0  # in which threads end, and leases, once all is closed
 
 
 class Subject(bm.Worker):
-    """The worker class; simulated ranks run none of this."""
+    """The worker class; simulated ranks run none of this, and those of backend "inprocess" do."""
 
     @bm.register("ONE_TO_ALL")
     def work(self, token, ballast=None):
         """A call of all ranks."""
+        return self._ran(token)
 
     @bm.register(bm.TransferProtocol(bm.Broadcast(), bm.Concat("dp")))
     def rows(self, token):
         """A call that leaves rows on the ranks."""
+        self._ran(token)
+        return np.full((2, 10_000), token)
 
     @bm.register(bm.TransferProtocol(bm.Split("dp"), bm.Gather("dp")))
     def take(self, token, rows):
         """A call that takes rows, which may not be there yet."""
+        return self._ran(token)
 
     @bm.register("REQUEST", concurrency=4)
     async def ask(self, token, ballast=None):
         """A request."""
+        plan = self._begun(token)
+        await asyncio.sleep(plan.seconds)
+        return self._ended(token, plan)
 
     @bm.register("REQUEST")
     def exclusive(self, token, ballast=None):
         """A request that runs alone."""
+        return self._ran(token)
 
     def on_replace(self, rank, state):
         """Nothing."""
+
+    def _ran(self, token):
+        plan = self._begun(token)
+        sync.sleep(plan.seconds)
+        return self._ended(token, plan)
+
+    def _begun(self, token):
+        world = worlds.world
+        world.note("begins", self.rank, token)
+        return world.program.plan_of(token, self.rank)
+
+    def _ended(self, token, plan):
+        world = worlds.world
+        world.note("ends", self.rank, token)
+        world.ended.setdefault(token, {})[self.rank] = world.now
+        if plan.how in ("raise", "die"):
+            raise Raised(token, self.rank)
+        return (token, self.rank, np.full(12_000, token)) if plan.how == "large" else (token, self.rank)
 
 
 class Kind(NamedTuple):
@@ -77,6 +105,7 @@ class Kind(NamedTuple):
         awaiting: Share of steps in which a thread awaits several requests in an event loop.
         renewing: Share of steps of the main thread in which it restarts the group, or replaces a rank.
         n_hosts: Hosts that the ranks are on; 0 for the controller's.
+        is_inprocess: Whether the ranks are objects in the controller's process, on the true backend for these.
         cutting: Share of steps of the main thread in which a host is cut off, or its agent killed.
         passing: Share of steps in which rows of one call are passed to others.
         stalling: Share of steps of the main thread in which a rank stands still, and is noticed or not.
@@ -101,13 +130,14 @@ class Kind(NamedTuple):
     cutting: float = 0.0
     passing: float = 0.0
     mapping: float = 0.0
+    is_inprocess: bool = False
 
     @classmethod
     def drawn(cls, seed: int) -> Kind:
         """What the program of a seed is like."""
         draw = random.Random(f"kind {seed}")
         faults = draw.random()
-        return cls(
+        drawn = cls(
             n_ranks=draw.choice([1, 2, 2, 3, 4]),
             n_threads=draw.choice([0, 1, 2, 3]),
             n_steps=draw.choice([10, 20, 50]) if faults > 0.4 else draw.choice([50, 200]),
@@ -127,6 +157,9 @@ class Kind(NamedTuple):
             cutting=draw.choice([0.0, 0.0, 0.03]) if faults > 0.4 else 0.0,
             mapping=draw.choice([0.0, 0.0, 0.1, 0.3]),
         )
+        if draw.random() < 0.85:
+            return drawn
+        return drawn._replace(is_inprocess=True, n_hosts=0, cutting=0.0, stalling=0.0, dying=0.0, n_interrupts=0)
 
 
 class Sent:
@@ -200,7 +233,7 @@ class Program:
         self._by_token: dict[int, Sent] = {}
         self._group: Any = None
         self._n_running = 0
-        self.is_cut = False  # some host, so that replies may come late
+        self.is_cut = self.kind.is_inprocess  # some host, so that replies may come late; here behind another thread's
         self.is_renewed = False  # perhaps: calls may have failed because of it
         self.world: World
 
@@ -219,7 +252,8 @@ class Program:
             made.lines.begin(world.is_hot, world.line)
         worlds.begin(world)
         log = _Log(world)
-        logging.getLogger("bandmaster").addHandler(log)
+        for name in _LOGGERS:
+            logging.getLogger(name).addHandler(log)
         try:
             self._main()
         except WorldEnded:
@@ -231,7 +265,8 @@ class Program:
             world.fail("".join(traceback.format_exception(error)))
         finally:
             world.end()
-            logging.getLogger("bandmaster").removeHandler(log)
+            for name in _LOGGERS:
+                logging.getLogger(name).removeHandler(log)
             worlds.end()
             made.lines.end()
             self._group = None
@@ -242,7 +277,7 @@ class Program:
 
     def _main(self) -> None:
         world, kind = self.world, self.kind
-        backend = "simulated-hosts" if kind.n_hosts else "simulated"
+        backend = "inprocess" if kind.is_inprocess else "simulated-hosts" if kind.n_hosts else "simulated"
         with bm.ResourcePool([kind.n_ranks], backend=backend) as pool:
             self._group = bm.WorkerGroup(pool, Subject)
             for number in range(kind.n_threads):
@@ -725,6 +760,9 @@ class Program:
         elif isinstance(outcome, bm.WorkerDied):
             died = self.is_renewed or self._has_died() or "ended by the controller" in str(outcome)  # or is about to be
             world.check(died, "a worker is said to have died", sent.token, outcome)
+        elif isinstance(outcome, bm.RemoteError) and NOT_CONSTRUCTED in str(outcome.__cause__):
+            is_call = sent.method not in ("ask", "exclusive") and not sent.parts
+            world.check(self.is_renewed and is_call, "a request comes before the constructor", sent.token, outcome)
         elif isinstance(outcome, bm.RemoteError):
             world.check("raise" in hows, "a call fails that does not", sent.token, outcome)
             cause = outcome.__cause__
@@ -799,7 +837,7 @@ class Program:
     def _check_leases(self) -> None:
         """Leases end when nobody has what lies in segments, on both ends."""
         ranks = self.world.zygote.ranks.values()  # type: ignore[attr-defined]
-        if self.is_cut or self.kind.n_hosts or not all(rank.is_alive for rank in ranks):
+        if self.is_cut or self.kind.n_hosts or self.kind.is_inprocess or not all(rank.is_alive for rank in ranks):
             return
         sync.sleep(SETTLED_S / 10)  # in which threads end, which refer to what they have looked at last
         gc.collect()

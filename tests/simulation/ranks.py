@@ -35,7 +35,7 @@ from bandmaster.wire.segment_reader import NO_ROWS, kept_name
 from bandmaster.wire.segments import SegmentWriter
 from bandmaster.wire.status_page import N_SLOTS, Interrupted
 from bandmaster.worker import Report
-from bandmaster.worker_process.executor import Executor
+from bandmaster.worker_process.executor import NOT_CONSTRUCTED, Executor
 from bandmaster.worker_process.lane_calls import claimed, reply
 from simulation.net import Socket
 from simulation.world import World
@@ -143,6 +143,7 @@ class Rank:
         self._given_up: set[int] = set()
         self._replies: list[Any] = []
         self._deferred: list[tuple[Any, tuple[Any, ...]]] = []
+        self._is_constructed = False
         self._is_awake = False  # whether it is about to look at what has come
         self._told_of = 0
         self._tells = False
@@ -267,7 +268,12 @@ class Rank:
     def _run(self, running: Running, parts: Any, readers: Any) -> None:
         running.since = self.world.now
         if running.method == CONSTRUCT:
+            self._is_constructed = True
             self._soon(self._latency(), self._end, running, None)
+            return
+        if not self._is_constructed:
+            self.world.check(running.number not in self.requests, "a request comes before the constructor", self)
+            self._soon(self._latency(), self._end, running, RuntimeError(NOT_CONSTRUCTED))
             return
         args, kwargs = self._executor._arguments(parts, readers)
         if running.method == "on_replace":
@@ -313,7 +319,7 @@ class Rank:
             self._reply(running, outcome)
         else:
             self.running = None
-            if running.is_fenced and isinstance(outcome, Failure):
+            if running.is_fenced and isinstance(outcome, Failure) and self._is_constructed:
                 self.failed, self.failed_token = running.number, running.token
                 self._soon(FENCE_LOOK_S, self._look_at_the_fence, running.number, FENCE_LOOK_S)
             try:
@@ -393,7 +399,7 @@ class Rank:
             else:
                 said.append((number, ReplyKind.VALUE, bytes(outcome.head)))
         self._replies = []
-        with suppress(Closed):
+        with suppress(Closed, OSError):
             self._lane.send_beside(several_replies(said))
         self._go_on()
 

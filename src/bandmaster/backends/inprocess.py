@@ -255,11 +255,13 @@ class InProcessWorkers:
         """Do nothing: the ranks run their parts of a call one after the other."""
 
     def replace(self, rank: int) -> None:
-        """Discard the object of a rank. The next `CONSTRUCT` call makes a new one."""
-        self._discard([rank], "ended by the controller, because it is being replaced")
-        self._executors[rank] = self._executor(rank)
-        self.reports.pop(rank, None)
-        del self.deaths[rank]
+        """Discard the object of a rank, once no method runs. The next `CONSTRUCT` call makes a new one."""
+        self._check_idle()
+        with self._running:
+            self._bury([rank], "ended by the controller, because it is being replaced")
+            self._executors[rank] = self._executor(rank)
+            self.reports.pop(rank, None)
+            del self.deaths[rank]
 
     def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
         """Always empty: ranks run on the caller's own stack."""
@@ -282,6 +284,9 @@ class InProcessWorkers:
 
     def _discard(self, ranks: Sequence[int] | Mapping[int, Any], why: str) -> None:
         self._check_idle()
+        self._bury(ranks, why)
+
+    def _bury(self, ranks: Sequence[int] | Mapping[int, Any], why: str) -> None:
         for rank in ranks:
             self.deaths[rank] = Failure(FailureKind.DIED, why)
         self.reports.on_change()

@@ -39,6 +39,7 @@ from bandmaster.platform.locks import check_not_held, run_if_free
 from bandmaster.rows.kept import KeptPart, KeptRows
 
 FENCE_LOOK_S = 0.02  # a failed call holds back the one that is waited for
+AHEAD_LOOK_S = 0.5  # one that has not ended may fail between a look at it and a wait
 LOOK_AROUND_S = 5.0  # another thread may cancel a call while this one waits for it
 UNCHANGEABLE = {type(None), bool, int, float, str, bytes}
 
@@ -415,7 +416,8 @@ class Call(RowsResult):
         earlier = self._work.ahead_of(self)
         if not earlier:
             return self._escalate()
-        moments, busy = [], set[int]()
+        moments: list[float | None] = [time.monotonic() + AHEAD_LOOK_S]
+        busy = set[int]()
         for call in earlier:
             moments.append(call.drive())
             if call.holds_back:  # its last reply lets ranks go on, but wakes no thread that waits here

@@ -297,8 +297,11 @@ class OpenWork:
     @contextlib.contextmanager
     def renewing(self, rank: int) -> Iterator[None]:
         """Send no requests to a rank within the block, which replaces it."""
-        self.renewed = frozenset([rank])
         try:
+            with self.sending:  # so that no thread chooses replicas meanwhile
+                self.renewed = frozenset([rank])
+            for router in list(self.routers.values()):
+                router.flush()  # to the worker that ends: a new one must not get them before it is constructed
             yield
         finally:
             self.renewed = frozenset()

@@ -87,6 +87,9 @@ class Poller:
             self._blocked = threading.get_ident()
             taken = self.lock.release()
             ready = self._poll.poll(timeout_s)
+        except ValueError:  # `close` has waited long enough for this thread, which had no processor
+            if not self._poll.closed:
+                raise
         finally:
             self.lock.own(taken)
             self._blocked = None

@@ -49,6 +49,9 @@ from bandmaster.worker_process.kept_rows import with_rows
 END = object()  # in place of an item: the generator has none any more
 Arguments = Sequence[Payload] | memoryview  # encoded; a memoryview if they are a single pickle stream without buffers
 Hook = Callable[[Any, str, Sequence[Any], dict[Any, Any]], object]  # worker, name of the method, its arguments
+NOT_CONSTRUCTED = (
+    "this worker is being replaced, and is not constructed yet; make the call again when replace() is over"
+)
 
 
 class Executor:
@@ -164,6 +167,8 @@ class Executor:
             self._marks.append(monotonic_ns())
         if self.before:
             self.call_hooks(self.before, method, args, kwargs)
+        if self.worker is None:
+            raise RuntimeError(NOT_CONSTRUCTED)
         return args, kwargs, getattr(self.worker, method)(*args, **kwargs)
 
     def call_hooks(self, hooks: Sequence[Hook], method: str, args: Sequence[Any], kwargs: dict[Any, Any]) -> None:

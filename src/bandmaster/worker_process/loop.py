@@ -134,8 +134,8 @@ class Loop:
             if type(outcome) is Payload and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
                 lane.send(reply_message(number, ReplyKind.VALUE, outcome.head, times))  # the common case
             else:
-                if kind >= MessageKind.FENCED and type(outcome) is Failure:
-                    self._failed = number
+                if kind >= MessageKind.FENCED and type(outcome) is Failure and executor.worker is not None:
+                    self._failed = number  # else nobody may know that this worker, not that before it, got the call
                 outcomes = [outcome]
                 del outcome  # so that the leases on its segments end with the reply
                 reply(lane, number, outcomes, times)
