@@ -202,13 +202,6 @@ MUTANTS = [
         "A request that is cancelled as it is sent runs on.",
     ),
     Mutant(
-        "fence-of-one-thread",
-        "calls/call.py",
-        "                moments.append(time.monotonic() + FENCE_LOOK_S)\n",
-        "                pass\n",
-        "A thread that waits behind a failed call does not look again when that has ended.",
-    ),
-    Mutant(
         "failed-unlocked",
         "calls/submission.py",
         "                call.fail(error)  # here, as another thread that finds it without tickets takes it for done\n",
