@@ -261,7 +261,7 @@ class InProcessWorkers:
             self._bury([rank], "ended by the controller, because it is being replaced")
             self._executors[rank] = self._executor(rank)
             self.reports.pop(rank, None)
-            del self.deaths[rank]
+        del self.deaths[rank]  # last: after Ctrl-C before that, it is dead
 
     def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
         """Always empty: ranks run on the caller's own stack."""
