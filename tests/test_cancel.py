@@ -1,6 +1,7 @@
 """``group.cancel()``: which calls it ends, what their futures say, and that the group goes on."""
 
 import os
+import time
 
 import pytest
 
@@ -32,6 +33,17 @@ class Slow(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def closed(self):
         return self.n_closed
+
+
+    @register(Dispatch.ONE_TO_ALL)
+    def stays(self, folder):
+        """Say that it has begun and that it was interrupted, which it is as nothing else ends it."""
+        try:
+            (folder / f"{self.rank} begun").touch()
+            while True:
+                time.sleep(0.001)
+        finally:
+            (folder / f"{self.rank} interrupted").touch()
 
 
 class Other(Slow):
@@ -66,6 +78,22 @@ def test_calls_that_run_wait_or_were_not_sent_are_cancelled(slow, gate):
     assert slow.rows([5, 6]) == [5, 6], "the group goes on"
     assert before.result() == [1, 2] and not before.cancelled()
     assert slow.cancel() == 0
+
+
+@pytest.mark.backends("local", "ray")
+def test_ranks_are_interrupted_though_nobody_waits_for_the_call(slow, tmp_path):
+    def wait_for_both(what):
+        end = time.monotonic() + 20
+        while not all((tmp_path / f"{rank} {what}").exists() for rank in (0, 1)):
+            assert time.monotonic() < end, f"not both ranks were {what}"
+            time.sleep(0.001)
+
+    future = slow.stays.submit(tmp_path)
+    wait_for_both("begun")
+    assert future.cancel()
+    wait_for_both("interrupted")
+    with pytest.raises(bm.CallCancelled):
+        future.result(timeout=20)
 
 
 @pytest.mark.backends("local")

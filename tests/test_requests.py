@@ -722,6 +722,45 @@ def test_a_thread_waits_for_a_place_as_it_sends(group, gate, opens_soon):
     assert Counter(future.result(DEADLINE) for future in held) == {0: 3, 1: 3}
 
 
+@pytest.mark.backends("local", "ray")
+def test_a_request_that_another_thread_cancels_as_it_is_sent_is_interrupted(group, gate):
+    futures = []
+    cancelling = threading.Thread(target=lambda: futures[0].cancel())
+
+    def cancel_as_it_is_sent(frame, kind, _):
+        if kind == "call" and frame.f_code is Router._send.__code__:
+            sys.setprofile(None)
+            cancelling.start()
+            cancelling.join(0.2)  # it waits for the lock that sending holds
+
+    async def main():
+        futures.append(group.hold(gate.folder))
+        sys.setprofile(cancel_as_it_is_sent)
+        await asyncio.sleep(0)  # the next round, at the start of which it is sent
+
+    try:
+        asyncio.run(main())
+    finally:
+        sys.setprofile(None)
+    cancelling.join(DEADLINE)
+    with pytest.raises(bm.CallCancelled):
+        futures[0].result(DEADLINE)
+
+
+@pytest.mark.backends("local", "ray")
+def test_a_call_begins_behind_the_requests_that_an_event_loop_has_not_sent_yet(group, gate):
+    gate.open()
+    group.take_log()
+
+    async def main():
+        futures = [group.hold.options(replica=rank)(gate.folder, "before") for rank in (0, 1)]
+        alone = group.take_log.submit("alone")
+        await asyncio.gather(*futures)
+        return alone.result(DEADLINE)
+
+    assert asyncio.run(main()) == [["begin before", "end before", "alone"]] * 2
+
+
 def test_a_call_of_all_ranks_runs_alone(group, gate, opens_soon):
     group.take_log()
     before = [group.hold.options(replica=rank)(gate.folder, f"before {rank}") for rank in (0, 1)]

@@ -67,6 +67,11 @@ class Mortal(bm.Worker):
             time.sleep(300)
 
     @register(Dispatch.ONE_TO_ALL)
+    def stay(self, folder):
+        (folder / str(self.rank)).write_text(str(os.getpid()))
+        time.sleep(300)
+
+    @register(Dispatch.ONE_TO_ALL)
     def deadlock_on(self, ranks):
         if self.rank in ranks:
             deadlock()
@@ -164,6 +169,23 @@ def test_a_local_death_is_told_by_exit_code_or_signal(zygote, how, words):
             group.die_on([1], how)
         with pytest.raises(WorkerDied, match=words):
             group.add(1)
+
+
+@pytest.mark.backends("local")
+def test_a_value_that_a_rank_has_sent_before_it_died_is_not_lost_to_a_call_that_comes_after_the_death(group, tmp_path):
+    done, dying = group.add.submit(1), group.stay.submit(tmp_path)
+    end = idle_time() + DEADLINE
+    while len(paths := [path for path in tmp_path.iterdir() if path.read_text()]) < 3:  # all have sent that value
+        assert idle_time() < end, f"only {len(paths)} ranks have begun"
+        time.sleep(0.001)
+    pid = int((tmp_path / "1").read_text())
+    os.kill(pid, signal.SIGKILL)
+    wait_until_gone([pid])
+    after = group.add.submit(1)
+    assert done.result(DEADLINE) == [11, 11, 11]
+    for future in (dying, after):
+        with pytest.raises(WorkerDied, match="killed by SIGKILL"):
+            future.result(DEADLINE)
 
 
 def talk_and_kill_oneself(fifo):

@@ -23,6 +23,21 @@ class Mutant(NamedTuple):
     says: str
 
 
+TESTS = {  # what tests the room of a mutant, the quickest first
+    "calls": ("test_cancel", "test_waiting", "test_timeouts", "test_handles", "test_group", "faults/test_calls"),
+    "wire": ("test_lane", "test_wire", "test_cancel", "test_wire_faults", "test_requests", "faults/test_calls"),
+    "flow": ("test_map", "test_streams"),
+    "requests": ("test_map", "test_requests", "test_request_streams", "test_cancel", "test_callers"),
+    "hosts": ("test_agents", "test_handles", "test_contract"),
+    "watching": ("test_stalls", "test_stall_shapes", "test_stall_policies"),
+    "rows": ("test_handle_arithmetic", "test_handles", "test_laws"),
+    "codec": ("test_codec", "test_laws", "test_contract"),
+    "plan": ("test_planning", "test_collect", "test_batch", "test_laws"),
+    "answering": ("test_requests", "test_cancel", "test_callers", "test_request_streams"),
+    "worker_process": ("test_executor", "test_worker", "test_contract"),
+    "rl": ("test_engine_weights", "test_weights"),
+}
+
 MUTANTS = [
     Mutant(
         "met-as-sent",
