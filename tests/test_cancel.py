@@ -34,7 +34,6 @@ class Slow(bm.Worker):
     def closed(self):
         return self.n_closed
 
-
     @register(Dispatch.ONE_TO_ALL)
     def stays(self, folder):
         """Say that it has begun and that it was interrupted, which it is as nothing else ends it."""

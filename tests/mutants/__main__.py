@@ -60,7 +60,9 @@ def _commands(finder: str, mutant: Mutant, seconds: float) -> Iterator[list[str]
     """What a finder runs; the first that fails has found the mutant."""
     if finder == "tests":
         for name in TESTS[mutant.file.split("/")[0]]:
-            yield ["pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", f"tests/{name}.py"]
+            *on_hosts, name = name.split(":")
+            module = "on_hosts" if on_hosts else "pytest"
+            yield [module, "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", f"tests/{name}.py"]
     else:
         yield [finder, "--minutes", f"{seconds / 60:.3f}"]
 
@@ -81,7 +83,7 @@ def _failure(command: list[str], copy: Path, seconds: float) -> str:
             return f"{command[-1]} hangs"
         output.seek(0)
         lines = output.read().strip().splitlines()
-        return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1] if lines else "it fails")
+        return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), (lines or ["it fails"])[-1])
 
 
 if __name__ == "__main__":

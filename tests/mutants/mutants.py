@@ -23,12 +23,12 @@ class Mutant(NamedTuple):
     says: str
 
 
-TESTS = {  # what tests the room of a mutant, the quickest first
+TESTS = {  # what tests the room of a mutant, the quickest first; "on hosts:" has the ranks on other hosts
     "calls": ("test_cancel", "test_waiting", "test_timeouts", "test_handles", "test_group", "faults/test_calls"),
     "wire": ("test_lane", "test_wire", "test_cancel", "test_wire_faults", "test_requests", "faults/test_calls"),
     "flow": ("test_map", "test_streams"),
     "requests": ("test_map", "test_requests", "test_request_streams", "test_cancel", "test_callers"),
-    "hosts": ("test_agents", "test_handles", "test_contract"),
+    "hosts": ("test_agents", "test_hosts", "on hosts:test_contract", "on hosts:test_handles", "on hosts:test_requests"),
     "watching": ("test_stalls", "test_stall_shapes", "test_stall_policies"),
     "rows": ("test_handle_arithmetic", "test_handles", "test_laws"),
     "codec": ("test_codec", "test_laws", "test_contract"),
