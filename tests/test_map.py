@@ -580,18 +580,23 @@ def test_requests_end_though_ctrl_c_comes_as_they_are_cancelled(backend, tmp_pat
     with bm.ResourcePool([1], backend=backend) as pool:
         group = bm.WorkerGroup(pool, Rows)
         for n in range(1, 1000):
-            gate = tmp_path / str(n)
+            gate, never = tmp_path / str(n), str(tmp_path / "never")
             held = [group.hold.submit(0, str(gate)) for _ in range(4)]  # as many as may run at a time
             if is_map:
-                mapped = group.hold.map([0, 1], str(gate), in_flight=2)
+                mapped = group.hold.map([0, 1], never, in_flight=2)
                 ends, cancel = mapped.future, mapped.close
             else:
-                ends = asyncio.run(submitted(group.hold, 0, str(gate)))  # elsewhere, it waits until it is sent
+                ends = asyncio.run(submitted(group.hold, 0, never))  # elsewhere, it waits until it is sent
                 cancel = ends.cancel
             was_pressed = pressed(cancel, n)
+            cancel()  # if it was pressed before anything was done
             gate.touch()
             for one in (ends, *held):
                 one.exception(timeout=DEADLINE)
+            group.hold(0, str(gate)).result(DEADLINE)  # it waits for a place behind those that were not cancelled
+            end = time.monotonic() + DEADLINE
+            while n_inside := group.n_inside().result(DEADLINE):
+                assert time.monotonic() < end, f"{n_inside} run on"
             if not was_pressed:
                 break
         assert n > 5
