@@ -267,6 +267,8 @@ class Executor:
 
     def begun_generator(self, args: Sequence[Any], kwargs: dict[str, Any], kind: Any) -> Any:
         """The generator that a method returns, whose name is among the keyword arguments; raises if it has no yield."""
+        if self.worker is None:
+            raise RuntimeError(NOT_CONSTRUCTED)
         generator = getattr(self.worker, kwargs.pop(METHOD))(*args, **kwargs)
         if not isinstance(generator, kind):
             raise TypeError(f"a method with yield returned {type(generator).__name__} instead of a generator")
