@@ -77,11 +77,8 @@ class HostWorkers(LaneClient):
     """The worker processes of a group on this host, each reached over a lane; see `bandmaster.contract.Workers`.
 
     Attributes:
-        ranks_are_own: True.
         rendezvous: The environment variables by which workers find the rendezvous on rank 0.
     """
-
-    ranks_are_own = True
 
     def __init__(self, launch: Launch, zygote: Zygote, place: HostShare, shows: ShowOutput | None = None) -> None:
         self._launch, self._zygote, self._place = launch, zygote, place

@@ -88,7 +88,6 @@ class ReachedWorkers(LaneClient):
     """The workers of a group that was given to this process; see `bandmaster.contract.Workers`.
 
     Attributes:
-        ranks_are_own: True.
         records: Empty: the controller has them.
         name: The name of the group.
 
@@ -99,7 +98,6 @@ class ReachedWorkers(LaneClient):
         name: Its name, for messages.
     """
 
-    ranks_are_own = True
     records: Sequence[WorkerRecord] = ()
 
     def __init__(self, door: str, group: str, n_ranks: int, name: str) -> None:
@@ -334,7 +332,7 @@ class FarRanks(AgentWorkers):
             assert place.secret is not None, "the door has told it"
             link = connect(place.address, place.secret, FOR_CALLERS)
             agent = Agent(link, place.address, place.host, place.address, 0)
-            links.serve(agent)
+            links.add(agent)
         known = agent.groups.get(place.group)
         return known if isinstance(known, cls) else cls(place, links, agent, owner, n_ranks)
 
@@ -351,7 +349,7 @@ class FarRanks(AgentWorkers):
     def host_is_lost(self, agent: Agent, why: str) -> None:
         """Take the end of the host."""
         failure = Failure.of_death(f"host {agent.host} ({agent.address[0]}) is lost: {why}", "", agent.host, 0, "")
-        for rank in range(len(self._agents)):
+        for rank in range(len(self.agents)):
             self._owner.far_has_died(self, rank, failure)
 
     def fail(self, rank: int, failure: Failure) -> None:

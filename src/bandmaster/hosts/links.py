@@ -113,11 +113,6 @@ class AgentLinks(Client):
         self._stop_beating: threading.Event | None = None  # of the thread that looks whether hosts are there
 
     def add(self, agent: Agent) -> None:
-        """Serve a new link."""
-        with self.lock:
-            self.serve(agent)
-
-    def serve(self, agent: Agent) -> None:
         """Serve a new link; the lock is held."""
         self.agents[agent.key] = agent
         self._open[id(agent)] = {}
@@ -126,17 +121,12 @@ class AgentLinks(Client):
             self._stop_beating = threading.Event()
             start_thread("bandmaster-heartbeat", self._beat, self._stop_beating)
 
-    def remove(self, agent: Agent) -> None:
-        """Close a link."""
-        with self.lock:
-            self.lose(agent, CLOSED)
-
     def close(self) -> None:
         """Close all links."""
-        for agent in list(self.agents.values()):
-            self.remove(agent)
-        self.row_links.close()
         with self.lock:
+            for agent in list(self.agents.values()):
+                self.lose(agent)
+            self.row_links.close()
             self.poller.close()
 
     # --- sending ---
@@ -222,8 +212,8 @@ class AgentLinks(Client):
         elif kind == FrameKind.RELAY:
             self.relays[0](self, agent, message)
 
-    def lose(self, agent: Agent, why: str) -> None:
-        """Take the end of an agent."""
+    def lose(self, agent: Agent, why: str = CLOSED) -> None:
+        """Take the end of an agent, or close the link to it."""
         if agent.lost is not None:
             return
         agent.lost = why

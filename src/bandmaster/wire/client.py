@@ -75,11 +75,14 @@ class Client:
         deaths: The ranks whose processes have ended, and how.
         reports: What the workers have reported of themselves.
         lock: Guards all state.
+        ranks_are_own: True.
 
     Args:
         poller: Where what arrives is waited for.
         numbers: The numbers of messages.
     """
+
+    ranks_are_own = True
 
     def __init__(self, poller: Poller, numbers: Iterator[int]) -> None:
         self.deaths: dict[int, Failure] = {}
