@@ -29,14 +29,13 @@ from bandmaster.wire.messages import (
     read_content,
     read_small_call,
     reply_message,
-    several_replies,
 )
 from bandmaster.wire.segment_reader import NO_ROWS, kept_name
 from bandmaster.wire.segments import SegmentWriter
 from bandmaster.wire.status_page import N_SLOTS, Interrupted
 from bandmaster.worker import Report
 from bandmaster.worker_process.executor import NOT_CONSTRUCTED, Executor
-from bandmaster.worker_process.lane_calls import claimed, reply
+from bandmaster.worker_process.loop import claimed, reply
 from simulation.net import Socket
 from simulation.world import World
 
@@ -400,7 +399,7 @@ class Rank:
                 said.append((number, ReplyKind.VALUE, bytes(outcome.head)))
         self._replies = []
         with suppress(Closed, OSError):
-            self._lane.send_beside(several_replies(said))
+            self._lane.send_beside(reply_message(0, ReplyKind.SEVERAL, said))
         self._go_on()
 
     def report(self, version: int) -> None:

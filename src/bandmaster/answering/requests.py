@@ -39,10 +39,10 @@ from bandmaster.wire.messages import (
     header_of,
     inline,
     read_content,
-    several_replies,
+    reply_message,
 )
 from bandmaster.worker_process.executor import Executor
-from bandmaster.worker_process.lane_calls import claimed, new_reports, reply
+from bandmaster.worker_process.loop import claimed, new_reports, reply
 
 REPLY_NBYTES = 64  # of a small reply among several, without its content
 REPORT_NBYTES = 16 * 1024  # of a report, also of many roles
@@ -274,9 +274,8 @@ class _Caller:
         replies, self._replies = self._replies, []
         if (reports := new_reports(self._requests.executor, self.lane)) is not None:
             replies.insert(0, (0, ReplyKind.REPORT, reports))
-        self._unsent.extend(
-            partial(self.lane.send_beside, several_replies(some)) for some in as_fit(replies, _nbytes_of)
-        )
+        for some in as_fit(replies, _nbytes_of):
+            self._unsent.append(partial(self.lane.send_beside, reply_message(0, ReplyKind.SEVERAL, some)))
         self._send_rest()
 
     def _send_rest(self) -> None:

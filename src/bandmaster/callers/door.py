@@ -17,7 +17,7 @@ from bandmaster.callers.circles import Circles
 from bandmaster.callers.passed import FIND, FarCalls, PassedCalls
 from bandmaster.callers.reached import DIED, ELSEWHERE, FAR, MOVED, READY, SHUT, WAIT, Asked, FarPlace
 from bandmaster.calls.future import Future
-from bandmaster.contract import FIRST_ITEMS, METHOD, MORE_ITEMS, OPEN_ITEMS, Workers
+from bandmaster.contract import METHOD, Workers
 from bandmaster.errors import BandmasterError, ClosedError, UsageError, WorkerDied
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.links import AgentLinks
@@ -208,7 +208,8 @@ class ControllersRelay(Executor):
     def __init__(self, groups: Mapping[str, GivenGroup]) -> None:
         super().__init__()
         self._groups = groups
-        self._circles = Circles(self._processes_of)
+        circles = Circles(self._processes_of)
+        self.own_methods = {FIND: ControllersRelay._told, CONTROLLER + WAITS: lambda _, wait: circles.closed_by(wait)}
 
     def _processes_of(self, key: str) -> dict[int, Process]:
         records = _found(key, self._groups).workers().records
@@ -233,13 +234,9 @@ class ControllersRelay(Executor):
 
     def begun(self, method: str, parts: Arguments, rows: RowReaders) -> tuple[Sequence[Any], dict[Any, Any], Any]:
         """Make a call, and return the coroutine that waits for its value."""
-        if method in (OPEN_ITEMS, FIRST_ITEMS, MORE_ITEMS):
+        if method in self.own_methods:
             return super().begun(method, parts, rows)
         args, kwargs = self._arguments(parts, rows)
-        if method == FIND:
-            return (), {}, self._told(*args)
-        if method == CONTROLLER + WAITS:
-            return (), {}, self._circles.closed_by(*args)
         earlier.set(kwargs.pop(PATH))
         made, is_for_all, workers = self._method(method, kwargs)
         submit = partial(made.all if is_for_all else made.submit, *args, **kwargs)

@@ -40,14 +40,12 @@ class MessageTicket(contract.Ticket):
 
     Attributes:
         number: Number of the message.
-        is_done: Whether it was replied to, or will not be.
-        is_dropped: Whether it was not sent, and will not be.
         outcome: The reply to a call: payload, kept rows or failure; what an agent answers; None before it has come, and
             for a value that was dropped.
         holds: The rows that must not be released before the reply has come.
     """
 
-    __slots__ = ("holds", "is_done", "is_dropped", "number", "outcome")
+    __slots__ = ("holds", "number")
 
     def __init__(self, number: int) -> None:
         self.on_done = self.times = None

@@ -169,11 +169,6 @@ def as_fit(items: Sequence[T], nbytes_of: Callable[[T], int]) -> Iterator[Sequen
         yield items[start:]
 
 
-def several_replies(replies: Sequence[tuple[int, int, Any]]) -> bytes:
-    """Several small replies in one: number, kind and content of each."""
-    return _START.pack(0, ReplyKind.SEVERAL, _UNANSWERED) + pickle.dumps(replies, protocol=5)
-
-
 def read_content(body: memoryview) -> Any:
     """The pickled content of a message or reply."""
     return pickle.loads(body[HEADER_NBYTES:])

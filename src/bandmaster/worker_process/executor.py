@@ -12,8 +12,8 @@ import importlib
 import json
 import os
 import pickle
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from time import monotonic, monotonic_ns
 from types import CoroutineType
@@ -252,8 +252,18 @@ class Executor:
 
     def _construct(self, parts: Arguments) -> None:
         assert self._context is not None, "it was set before the first call"
-        with _explained_imports():
+        try:
             cls, args, kwargs = load_class(self._merge, parts)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"{error}: the worker class or an argument of its constructor needs this module, which the worker on "
+                f"{os.uname().nodename} (working directory {os.getcwd()}) cannot import, although the controller can; "
+                "install it on that host; or put it into a folder that both hosts have, at the same path, and that is "
+                "in the controller's sys.path; or have Ray copy it: ray.init(runtime_env={'working_dir': '.'}) before "
+                "the pool is made; see docs/start-up.md",
+                name=error.name,
+                path=error.path,
+            ) from error
         self.worker = make_worker(cls, self._context, args, kwargs)
 
     def _run(self, function: Callable[..., object], /, *args: Any, **kwargs: Any) -> None:
@@ -377,23 +387,6 @@ _OWN_METHODS: dict[str, Callable[..., Any]] = {
     NEXT: Executor._next_item,
     CLOSE_STREAM: Executor._close_stream,
 }
-
-
-@contextmanager
-def _explained_imports() -> Iterator[None]:
-    """Explain why a module is not found while the worker class and the arguments of its constructor are loaded."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{error}: the worker class or an argument of its constructor needs this module, which the worker on "
-            f"{os.uname().nodename} (working directory {os.getcwd()}) cannot import, although the controller can; "
-            "install it on that host; or put it into a folder that both hosts have, at the same path, and that is in "
-            "the controller's sys.path; or have Ray copy it: ray.init(runtime_env={'working_dir': '.'}) before the "
-            "pool is made; see docs/start-up.md",
-            name=error.name,
-            path=error.path,
-        ) from error
 
 
 async def _closed(generator: AsyncGenerator[Any, Any]) -> None:
