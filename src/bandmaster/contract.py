@@ -339,16 +339,13 @@ class Reports(dict[int, Mapping[str, Report]]):
 
     Attributes:
         on_change: Called by the thread that receives a report, or notes the death of a rank; it must not block.
-        n_taken: The number of reports that have come.
     """
 
     on_change: Callable[[], object] = bool
-    n_taken = 0
 
     def take(self, rank: int, reports: Mapping[str, Report]) -> None:
         """Take all reports of a rank in place of those before."""
         self[rank] = reports
-        self.n_taken += 1
         self.on_change()
 
 

@@ -127,8 +127,8 @@ MUTANTS = [
     Mutant(
         "last-words",
         "wire/lanes.py",
-        "            self._take(rank, 0)\n        self._note_death(rank)\n",
-        "            break\n        self._note_death(rank)\n",
+        "            self._take(rank, 0)\n        self.note_death(rank)\n",
+        "            break\n        self.note_death(rank)\n",
         "What a rank has replied before it died is lost if a message to it fails.",
     ),
     Mutant(
@@ -253,7 +253,7 @@ MUTANTS = [
     Mutant(
         "death-unheard",
         "wire/lanes.py",
-        "        except Closed:\n            self._note_death(rank)\n            return\n",
+        "        except Closed:\n            self.note_death(rank)\n            return\n",
         "        except Closed:\n            return\n",
         "The end of a lane does not tell of a death.",
     ),

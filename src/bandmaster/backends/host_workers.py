@@ -194,7 +194,7 @@ class HostWorkers(LaneClient):
                     f"cannot start rank {rank} of {len(launch.slots)}: {error}; each worker needs three file "
                     "descriptors in the controller: raise the limit on open files (ulimit -n), or ask for fewer workers"
                 ) from error
-            with SigintSafeLock():
+            with self.lock:  # so that Ctrl-C comes before or after
                 if_it_fails.pop_all()
                 self.add(rank, mine, pid)
 
@@ -219,8 +219,9 @@ class HostWorkers(LaneClient):
 
     def _kill(self, ranks: Sequence[int], why: str) -> None:
         """Kill the processes of ranks, with all processes that they started."""
-        for rank in ranks:
-            self.note_death(rank, replace(self._death(rank, why), kind=FailureKind.CANCELLED))
+        with self.lock:
+            for rank in ranks:
+                self.note_death(rank, replace(self._death(rank, why), kind=FailureKind.CANCELLED))
         self._zygote.end([self.processes[rank] for rank in ranks], 0.0)
 
     def _how_it_died(self, rank: int) -> Failure:

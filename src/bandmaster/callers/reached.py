@@ -198,7 +198,7 @@ class ReachedWorkers(LaneClient):
         if answer == READY:
             assert sock is not None, "it was answered"
             self._process[rank] = said
-            self._add(rank, sock, said)
+            self.add(rank, sock, said)
         elif answer == FAR and rank not in self._lanes:
             assert sock is not None, "it was answered"
             sock.close()
@@ -231,7 +231,7 @@ class ReachedWorkers(LaneClient):
     def far_has_died(self, ranks: FarRanks, rank: int, failure: Failure | None) -> None:
         """Take the death of a rank on another host, and how it died, if that is known; the lock is held."""
         if self._far.get(rank) is ranks:
-            self._note_death(rank, failure)
+            self.note_death(rank, failure)
 
     def _is_back(self, rank: int, sock: socket.socket, _: int) -> None:
         """Take the news of a rank that has died."""
@@ -268,7 +268,7 @@ class ReachedWorkers(LaneClient):
                 raise
             sock.connect(f"\0{others}")
 
-    def _note_death(self, rank: int, failure: Failure | None = None) -> None:
+    def note_death(self, rank: int, failure: Failure | None = None) -> None:
         """Ask the controller how a rank has died, whose lane has ended, or that an agent tells of; the lock is held."""
         if rank in self.deaths or self.is_stopped:
             return
@@ -285,11 +285,11 @@ class ReachedWorkers(LaneClient):
         finally:
             self._is_asking = False
         while self._later:
-            self._note_death(*self._later.popitem())
+            self.note_death(*self._later.popitem())
 
     def _fail(self, rank: int, failure: Failure) -> None:
         """Note a death, and fail what was sent to the rank."""
-        super()._note_death(rank, failure)
+        super().note_death(rank, failure)
         far = self._far.pop(rank, None)
         if far is not None:
             far.fail(rank, failure)

@@ -376,15 +376,15 @@ class AgentWorkers(Client):
 
     def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
         """The stacks of ranks, of all hosts at the same time; see `contract.Workers.stacks`."""
-        found: dict[int, str] = self._from_hosts(AgentServer.stacks, self._numbers_of(_unanswered(tickets)))
-        return found
+        return self._from_hosts(AgentServer.stacks, self._numbers_of(_unanswered(tickets)))
 
     def signs(self, ranks: Sequence[int]) -> dict[int, Signs]:
         """The signs of life of ranks; see `contract.Workers.signs`."""
-        found: dict[int, Signs] = self._from_hosts(AgentServer.signs, self._numbers_of(dict.fromkeys(ranks)))
-        return found
+        return self._from_hosts(AgentServer.signs, self._numbers_of(dict.fromkeys(ranks)))
 
-    def _from_hosts(self, question: Callable[..., object], by_agent: Mapping[Agent, Mapping[int, int | None]]) -> Any:
+    def _from_hosts(
+        self, question: Callable[..., object], by_agent: Mapping[Agent, Mapping[int, int | None]]
+    ) -> dict[int, Any]:
         """Ask agents about ranks; returns their answers as one dict, without the ranks of hosts that do not answer."""
         asked = [self._ask(agent, question, numbers) for agent, numbers in by_agent.items()]
         found: dict[int, Any] = {}
