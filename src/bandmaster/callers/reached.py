@@ -193,24 +193,20 @@ class ReachedWorkers(LaneClient):
                 if not (rank in self._lanes or rank in self._far or rank in self.deaths or self.is_stopped):
                     self._enter(rank, *self._ask(rank))
 
-    def _enter(self, rank: int, sock: socket.socket | None, answer: str, said: Any) -> None:
+    def _enter(self, rank: int, sock: socket.socket, answer: str, said: Any) -> None:
         """Take an answer of the door: a lane, a place, a death, or the end of the group; the lock is held."""
         if answer == READY:
-            assert sock is not None, "it was answered"
             self._process[rank] = said
             self.add(rank, sock, said)
         elif answer == FAR and rank not in self._lanes:
-            assert sock is not None, "it was answered"
             sock.close()
             self._process[rank] = said
             self._add_far(rank, said)
         elif answer in (DIED, NOTHING):
-            assert sock is not None, "it was answered"
             self._poller.watch(sock.fileno(), partial(self._is_back, rank, sock))  # there may be a new process later
             self._fail(rank, said)
         else:
-            if sock is not None:
-                sock.close()
+            sock.close()
             why = ELSEWHERE if answer == FAR else said
             for one in self._open:
                 self._fail(one, closed(why) if answer == SHUT else Failure(FailureKind.DIED, why))
@@ -238,9 +234,7 @@ class ReachedWorkers(LaneClient):
         self._poller.ignore(sock.fileno())
         self._enter(rank, *_answer(sock, 0.0, self.name))
 
-    def _ask(
-        self, rank: int, but: object = None, timeout_s: float | None = None
-    ) -> tuple[socket.socket | None, str, Any]:
+    def _ask(self, rank: int, but: object = None, timeout_s: float = ANSWER_S) -> tuple[socket.socket, str, Any]:
         """Ask the door for a rank, or its next process. Returns the socket, which becomes the lane, and the answer."""
         with SigintSafeLock():
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -250,13 +244,12 @@ class ReachedWorkers(LaneClient):
             self._connect(sock)
             sock.send(pickle.dumps(Asked(self._group, rank, but)))
         except ConnectionError:
-            sock.close()
             why = "it was closed, or its controller has ended"
-            return None, SHUT, f"group {self.name!r} cannot be reached from {gethostname()}: {why}"
+            return sock, SHUT, f"group {self.name!r} cannot be reached from {gethostname()}: {why}"
         except OSError as error:
             sock.close()
             raise ResourceError(f"cannot reach rank {rank} of group {self.name!r}: {error}") from error
-        return _answer(sock, ANSWER_S if timeout_s is None else timeout_s, self.name)
+        return _answer(sock, timeout_s, self.name)
 
     def _connect(self, sock: socket.socket) -> None:
         """Connect to the door, or to that of the agent of this host if the door is on another one."""

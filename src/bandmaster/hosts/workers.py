@@ -10,17 +10,7 @@ from typing import Any, NamedTuple
 from weakref import finalize
 
 from bandmaster.codec import Payload
-from bandmaster.contract import (
-    CLOSED,
-    NOT_STARTED,
-    Kept,
-    Launch,
-    RowFacts,
-    Signs,
-    Ticket,
-    WorkerCall,
-    WorkerRecord,
-)
+from bandmaster.contract import CLOSED, NOT_STARTED, Kept, Launch, RowFacts, Signs, Ticket, WorkerCall, WorkerRecord
 from bandmaster.errors import ClosedError, PlacementError, RowsLost
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.agent import AgentServer

@@ -142,9 +142,7 @@ class RayAgents:
         keys = [by_rank[rank] for rank in range(len(launch.slots))]
 
         def said(ranks: Sequence[int]) -> tuple[Launch, HostShare]:
-            place = places[keys[ranks[0]]]
-            gpus = {rank: place.gpus[rank] for rank in ranks}
-            return launch.sent(), replace(place, ranks=tuple(ranks), gpus=gpus)
+            return launch.sent(), replace(places[keys[ranks[0]]], ranks=tuple(ranks))
 
         workers: AgentWorkers | None = None
         try:
