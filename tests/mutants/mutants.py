@@ -113,8 +113,8 @@ MUTANTS = [
     Mutant(
         "several-swapped",
         "wire/client.py",
-        "            ticket = requests.get(number) if kind == _TIMES else requests.pop(number, None)\n",
-        "            ticket = requests.pop(next(iter(requests)), None) if requests else None\n",
+        "(ticket := requests.pop(number, None)) is not None",
+        "(ticket := requests.pop(next(iter(requests), 0), None)) is not None",
         "A reply to a request goes to the first open request of its rank.",
     ),
     Mutant(

@@ -387,16 +387,16 @@ class Rank:
         said: list[Any] = []
         if self.version != self._told_of:
             self._told_of = self.version
-            said.append((0, ReplyKind.REPORT, {"": Report(version=self.version, load=float(len(self.requests)))}))
+            said.append((0, ReplyKind.REPORT, {"": Report(version=self.version, load=float(len(self.requests)))}, None))
         for number, outcome in self._replies:
             if outcome is None:
-                said.append((number, ReplyKind.NOTHING, None))
+                said.append((number, ReplyKind.NOTHING, None, None))
             elif isinstance(outcome, Failure):
-                said.append((number, ReplyKind.FAILURE, inline(encode(outcome))))
+                said.append((number, ReplyKind.FAILURE, inline(encode(outcome)), None))
             elif outcome.buffers:
-                said.append((number, ReplyKind.PART, inline(outcome)))
+                said.append((number, ReplyKind.PART, inline(outcome), None))
             else:
-                said.append((number, ReplyKind.VALUE, bytes(outcome.head)))
+                said.append((number, ReplyKind.VALUE, bytes(outcome.head), None))
         self._replies = []
         with suppress(Closed, OSError):
             self._lane.send_beside(reply_message(0, ReplyKind.SEVERAL, said))

@@ -52,8 +52,8 @@ def readable(text: str) -> str:
 
 def told(text: str, mark: str) -> Any:
     """The texts that a worker tells behind a mark; None if they are not there, or not whole."""
-    told, is_whole, _ = text.partition(mark)[2].partition("\n")  # a worker that is asked by several tells all of them
-    return json.loads(told) if is_whole else None
+    said, is_whole, _ = text.partition(mark)[2].partition("\n")  # a worker that is asked by several tells all of them
+    return json.loads(said) if is_whole else None
 
 
 def can_tell_of_tasks(text: str) -> bool:
