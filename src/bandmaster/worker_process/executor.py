@@ -3,7 +3,7 @@
 ::
 
     call ── begun: decode the arguments, rows of other calls included ── a method of the worker, or one of `own_methods`
-         ── _value: wait for a coroutine on the worker's event loop ── encode the value, or describe the failure
+         ── wait for a coroutine on the worker's event loop ── encode the value, or describe the failure
 """
 
 from __future__ import annotations
@@ -124,7 +124,11 @@ class Executor:
         self.times, self._marks = None, [monotonic_ns()] if is_timed else None
         try:
             try:
-                value = self._value(method, parts, rows)
+                args, kwargs, value = self.begun(method, parts, rows)
+                if type(value) is CoroutineType:
+                    value = self.wait_for(value)
+                if self.after:
+                    self.call_hooks(self.after, method, args, kwargs)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # the user's code may raise anything, SystemExit included
@@ -141,15 +145,6 @@ class Executor:
         finally:
             activity.words[RUNNING], self._marks = 0, None
             outcome = None  # the error of a failure refers to this frame, and to later ones, which have the arguments
-
-    def _value(self, method: str, parts: Arguments, rows: RowReaders) -> Any:
-        """The value of a method. An async method is awaited."""
-        args, kwargs, value = self.begun(method, parts, rows)
-        if type(value) is CoroutineType:
-            value = self.wait_for(value)
-        if self.after:
-            self.call_hooks(self.after, method, args, kwargs)
-        return value
 
     def begun(self, method: str, parts: Arguments, rows: RowReaders) -> tuple[Sequence[Any], dict[Any, Any], Any]:
         """The arguments of a method, and what it returns: a coroutine if it is async."""
