@@ -138,10 +138,9 @@ class AgentLinks(Client):
         agent.link.post(kind, *content, large=large or {})
 
     def tell(self, agent: Agent, kind: FrameKind, *content: Any, large: Mapping[int, Any] | None = None) -> None:
-        """Send a message, unless the agent is gone; the poller has the rest sent."""
+        """Send a message, unless the link has ended; the poller has the rest sent."""
         with self.lock:
-            if agent.lost is None:
-                self.send(agent, kind, *content, large=large)
+            self.send(agent, kind, *content, large=large)
 
     def flush(self, agents: Sequence[Agent]) -> None:
         """Wait until all was sent to some agents; one that takes nothing for too long is lost."""

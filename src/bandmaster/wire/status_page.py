@@ -190,7 +190,7 @@ def _write(pid: int, word: int, number: int) -> None:
         os.pwrite(page, number.to_bytes(8, "little"), word * 8)
 
 
-def stacks(pids: Sequence[int], timeout_s: float = STACKS_TIMEOUT_S) -> dict[int, str]:
+def stacks(pids: Sequence[int]) -> dict[int, str]:
     """The Python stacks of workers, innermost frame last, as far as they could be had in time."""
     with contextlib.ExitStack() as close_all:
         pages: dict[int, int] = {}
@@ -200,7 +200,7 @@ def stacks(pids: Sequence[int], timeout_s: float = STACKS_TIMEOUT_S) -> dict[int
                 os.ftruncate(page, PAGE_NBYTES)
                 _signal(pid, STACKS_SIGNAL)
                 pages[pid] = page
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + STACKS_TIMEOUT_S
         texts = _settled(pages, deadline)
         tellers = {pid: _word(page, TELLER) for pid, page in pages.items()}
         asked = {pid: pages[pid] for pid, thread in tellers.items() if thread}
