@@ -128,18 +128,17 @@ def test_a_group_that_ctrl_c_interrupts_as_it_has_started_or_ends_holds_no_agent
 ENDED_WHILE_IT_STARTS = """
 import threading
 from types import SimpleNamespace
-from bandmaster.hosts.agent import AgentServer, Host
+from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 
 begun, may_start, why = threading.Event(), threading.Event(), []
 
-class Slow(Host):
-    def start(self, said, shows):
-        begun.set()
-        assert may_start.wait(20)
-        return SimpleNamespace(stop=why.append, arrivals=None, records=[], rendezvous={}), (0,)
+def start(said, shows):
+    begun.set()
+    assert may_start.wait(20)
+    return SimpleNamespace(stop=why.append, arrivals=None, records=[], rendezvous={}), (0,)
 
-server = AgentServer(Secret.new(), "127.0.0.1", Slow(), "test")
+server = AgentServer(Secret.new(), "127.0.0.1", "test", start)
 starts = threading.Thread(target=server.start, args=("group", None))
 starts.start()
 assert begun.wait(20)

@@ -14,9 +14,9 @@ import pytest
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.backends import get_backend, register_backend
-from bandmaster.backends.inprocess import InProcessBackend, InProcessTicket, InProcessWorkers
+from bandmaster.backends.inprocess import InProcessBackend, InProcessWorkers
 from bandmaster.codec import Payload
-from bandmaster.contract import Reply
+from bandmaster.contract import Reply, Ticket
 from bandmaster.testing import (
     BackendContract,
     BadResult,
@@ -489,7 +489,8 @@ class Sharing(Tiny):
 
 class SharingWorkers(InProcessWorkers):
     def _run(self, rank, call):
-        return InProcessTicket(self._executors[rank].call(call.method, Reply.RETURN, call.parts))
+        outcome = self._executors[rank].call(call.method, Reply.RETURN, call.parts)
+        return Ticket(outcome, is_done=True)
 
 
 register_backend("sharing", Sharing)

@@ -339,23 +339,21 @@ class Reports(dict[int, Mapping[str, Report]]):
 
     Attributes:
         on_change: Called by the thread that receives a report, or notes the death of a rank; it must not block.
-        n_taken: The number of reports that have come.
     """
 
     on_change: Callable[[], object] = bool
-    n_taken = 0
 
     def take(self, rank: int, reports: Mapping[str, Report]) -> None:
         """Take all reports of a rank in place of those before."""
         self[rank] = reports
-        self.n_taken += 1
         self.on_change()
 
 
 class Ticket:
-    """Base class of backends' tickets: one rank's part of a call, and in time its reply.
+    """One rank's part of a call, and in time its reply. Backends add to it what they need.
 
     Attributes:
+        outcome: The reply, as `Workers.fetch` returns it, where backends keep it here.
         is_done: Whether it has its reply; False where only `Workers.wait` tells.
         is_dropped: Whether the rank never gets it.
         on_done: If it is set, the thread that receives the reply calls it; it must not block.
@@ -364,12 +362,12 @@ class Ticket:
             timed, once they are done.
     """
 
-    __slots__ = ("on_done", "times")
+    __slots__ = ("is_done", "is_dropped", "on_done", "outcome", "times")
 
-    is_done = is_dropped = False
     place = 0
 
-    def __init__(self) -> None:
+    def __init__(self, outcome: Any = None, is_done: bool = False) -> None:
+        self.outcome, self.is_done, self.is_dropped = outcome, is_done, False
         self.on_done: Callable[[], object] | None = None
         self.times: tuple[bytes, int] | None = None
 

@@ -128,8 +128,8 @@ MUTANTS = [
     Mutant(
         "several-swapped",
         "wire/client.py",
-        "            ticket = requests.get(number) if kind == _TIMES else requests.pop(number, None)\n",
-        "            ticket = requests.pop(next(iter(requests)), None) if requests else None\n",
+        "(ticket := requests.pop(number, None)) is not None",
+        "(ticket := requests.pop(next(iter(requests), 0), None)) is not None",
         "A reply to a request goes to the first open request of its rank.",
     ),
     Mutant(
@@ -142,8 +142,8 @@ MUTANTS = [
     Mutant(
         "last-words",
         "wire/lanes.py",
-        "            self._take(rank, 0)\n        self._note_death(rank)\n",
-        "            break\n        self._note_death(rank)\n",
+        "            self._take(rank, 0)\n        self.note_death(rank)\n",
+        "            break\n        self.note_death(rank)\n",
         "What a rank has replied before it died is lost if a message to it fails.",
     ),
     Mutant(
@@ -268,7 +268,7 @@ MUTANTS = [
     Mutant(
         "death-unheard",
         "wire/lanes.py",
-        "        except Closed:\n            self._note_death(rank)\n            return\n",
+        "        except Closed:\n            self.note_death(rank)\n            return\n",
         "        except Closed:\n            return\n",
         "The end of a lane does not tell of a death.",
     ),

@@ -20,7 +20,7 @@ from typing import Any
 
 from bandmaster.backends.host_workers import HostShare, HostWorkers
 from bandmaster.backends.machine import MachineBackend
-from bandmaster.hosts.agent import AgentServer, Host
+from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.link import FOR_MESSAGES, connect
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.workers import AgentWorkers
@@ -247,14 +247,9 @@ def _network() -> Network:
     return found
 
 
-class _SimulatedHost(Host):
-    def start(self, said: Any, shows: Any) -> tuple[HostWorkers, Any]:
-        launch, ranks = said
-        workers = HostWorkers(launch, _world().zygote, HostShare(ranks), shows)
-        return workers, ranks
-
-    def close(self) -> None:
-        return
+def _start(said: Any, shows: Any) -> tuple[HostWorkers, Any]:
+    launch, ranks = said
+    return HostWorkers(launch, _world().zygote, HostShare(ranks), shows), ranks
 
 
 class SimulatedHosts(MachineBackend):
@@ -273,7 +268,9 @@ class SimulatedHosts(MachineBackend):
         for host in dict.fromkeys(hosts):
             if host not in links.agents:
                 address = self._begin_agent(host, links.secret)
-                links.add(Agent(connect(address, links.secret, FOR_MESSAGES), host, host, address, 1))
+                link = connect(address, links.secret, FOR_MESSAGES)
+                with links.lock:
+                    links.add(Agent(link, host, host, address, 1))
         workers = AgentWorkers(f"{launch.group} {next(self._names)}", links, [links.agents[host] for host in hosts])
         workers.hold_agents()
         workers.begin(launch, lambda ranks: (launch.sent(), tuple(ranks)))
@@ -284,7 +281,7 @@ class SimulatedHosts(MachineBackend):
         world, made = _world(), list[AgentServer]()
 
         def live() -> None:
-            server = AgentServer(secret, "127.0.0.1", _SimulatedHost(), "simulated")
+            server = AgentServer(secret, "127.0.0.1", "simulated", _start)
             os.close(server._announced)
             made.append(server)
             server.run(60.0)

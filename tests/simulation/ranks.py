@@ -29,14 +29,13 @@ from bandmaster.wire.messages import (
     read_content,
     read_small_call,
     reply_message,
-    several_replies,
 )
 from bandmaster.wire.segment_reader import NO_ROWS, kept_name
 from bandmaster.wire.segments import SegmentWriter
 from bandmaster.wire.status_page import N_SLOTS, Interrupted
 from bandmaster.worker import Report
 from bandmaster.worker_process.executor import NOT_CONSTRUCTED, Executor
-from bandmaster.worker_process.lane_calls import claimed, reply
+from bandmaster.worker_process.loop import claimed, reply
 from simulation.net import Socket
 from simulation.world import World
 
@@ -388,19 +387,19 @@ class Rank:
         said: list[Any] = []
         if self.version != self._told_of:
             self._told_of = self.version
-            said.append((0, ReplyKind.REPORT, {"": Report(version=self.version, load=float(len(self.requests)))}))
+            said.append((0, ReplyKind.REPORT, {"": Report(version=self.version, load=float(len(self.requests)))}, None))
         for number, outcome in self._replies:
             if outcome is None:
-                said.append((number, ReplyKind.NOTHING, None))
+                said.append((number, ReplyKind.NOTHING, None, None))
             elif isinstance(outcome, Failure):
-                said.append((number, ReplyKind.FAILURE, inline(encode(outcome))))
+                said.append((number, ReplyKind.FAILURE, inline(encode(outcome)), None))
             elif outcome.buffers:
-                said.append((number, ReplyKind.PART, inline(outcome)))
+                said.append((number, ReplyKind.PART, inline(outcome), None))
             else:
-                said.append((number, ReplyKind.VALUE, bytes(outcome.head)))
+                said.append((number, ReplyKind.VALUE, bytes(outcome.head), None))
         self._replies = []
         with suppress(Closed, OSError):
-            self._lane.send_beside(several_replies(said))
+            self._lane.send_beside(reply_message(0, ReplyKind.SEVERAL, said))
         self._go_on()
 
     def report(self, version: int) -> None:

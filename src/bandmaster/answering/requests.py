@@ -35,18 +35,18 @@ from bandmaster.wire.messages import (
     Closed,
     MessageKind,
     ReplyKind,
+    SmallReply,
     as_fit,
     header_of,
     inline,
     read_content,
-    several_replies,
+    reply_message,
 )
 from bandmaster.worker_process.executor import Executor
-from bandmaster.worker_process.lane_calls import claimed, new_reports, reply
+from bandmaster.worker_process.loop import claimed, new_reports, reply
 
-REPLY_NBYTES = 64  # of a small reply among several, without its content
+REPLY_NBYTES = 96  # of a small reply among several, without its content
 REPORT_NBYTES = 16 * 1024  # of a report, also of many roles
-_Reply = tuple[int, int, Any]  # a small one: number, kind, and what the kind says
 _Handed = tuple[Lane, memoryview | Closed]
 
 
@@ -235,7 +235,7 @@ class _Caller:
 
     def __init__(self, lane: Lane, requests: Requests) -> None:
         self.lane, self._requests, self._loop = lane, requests, requests.loop
-        self._replies: list[_Reply] = []
+        self._replies: list[SmallReply] = []
         self._unsent: deque[Callable[[], object]] = deque()  # what sends the others, once the caller reads
         self._is_telling = self._is_gone = False
 
@@ -247,18 +247,16 @@ class _Caller:
     def report(self) -> None:
         """Tell the caller soon what the worker has reported, unless it knows."""
         if (reports := new_reports(self._requests.executor, self.lane)) is not None:
-            self._add(0, ReplyKind.REPORT, reports)
+            self._add(0, ReplyKind.REPORT, reports, None)
 
     def reply(self, number: int, outcome: Outcome, times: bytes | None) -> None:
         """Reply to a request soon: small replies of one round of the event loop go in one message."""
-        if times is not None:
-            self._add(number, ReplyKind.TIMES, times)
         if isinstance(outcome, Payload) and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
-            self._add(number, ReplyKind.VALUE, outcome.head)
+            self._add(number, ReplyKind.VALUE, outcome.head, times)
         elif outcome is None:
-            self._add(number, ReplyKind.NOTHING, None)
+            self._add(number, ReplyKind.NOTHING, None, times)
         elif isinstance(outcome, Failure) and (encoded := encode(outcome)).nbytes <= INLINE_NBYTES:
-            self._add(number, ReplyKind.FAILURE, inline(encoded))
+            self._add(number, ReplyKind.FAILURE, inline(encoded), times)
         else:
             self.report()
             self._unsent.append(partial(self._send_large, number, outcome, times))
@@ -273,10 +271,9 @@ class _Caller:
         """Send the replies of the requests that have ended in this round of the event loop."""
         replies, self._replies = self._replies, []
         if (reports := new_reports(self._requests.executor, self.lane)) is not None:
-            replies.insert(0, (0, ReplyKind.REPORT, reports))
-        self._unsent.extend(
-            partial(self.lane.send_beside, several_replies(some)) for some in as_fit(replies, _nbytes_of)
-        )
+            replies.insert(0, (0, ReplyKind.REPORT, reports, None))
+        for some in as_fit(replies, _nbytes_of):
+            self._unsent.append(partial(self.lane.send_beside, reply_message(0, ReplyKind.SEVERAL, some)))
         self._send_rest()
 
     def _send_rest(self) -> None:
@@ -327,7 +324,7 @@ def _close_in_fork(made: weakref.ref[Requests]) -> None:
         caller.lane.socket.close()
 
 
-def _nbytes_of(small: _Reply) -> int:
+def _nbytes_of(small: SmallReply) -> int:
     """The size of a reply among several, at most."""
     content = small[2]
     if small[1] == ReplyKind.REPORT:

@@ -77,11 +77,8 @@ class HostWorkers(LaneClient):
     """The worker processes of a group on this host, each reached over a lane; see `bandmaster.contract.Workers`.
 
     Attributes:
-        ranks_are_own: True.
         rendezvous: The environment variables by which workers find the rendezvous on rank 0.
     """
-
-    ranks_are_own = True
 
     def __init__(self, launch: Launch, zygote: Zygote, place: HostShare, shows: ShowOutput | None = None) -> None:
         self._launch, self._zygote, self._place = launch, zygote, place
@@ -197,7 +194,7 @@ class HostWorkers(LaneClient):
                     f"cannot start rank {rank} of {len(launch.slots)}: {error}; each worker needs three file "
                     "descriptors in the controller: raise the limit on open files (ulimit -n), or ask for fewer workers"
                 ) from error
-            with SigintSafeLock():
+            with self.lock:  # so that Ctrl-C comes before or after
                 if_it_fails.pop_all()
                 self.add(rank, mine, pid)
 
@@ -222,8 +219,9 @@ class HostWorkers(LaneClient):
 
     def _kill(self, ranks: Sequence[int], why: str) -> None:
         """Kill the processes of ranks, with all processes that they started."""
-        for rank in ranks:
-            self.note_death(rank, replace(self._death(rank, why), kind=FailureKind.CANCELLED))
+        with self.lock:
+            for rank in ranks:
+                self.note_death(rank, replace(self._death(rank, why), kind=FailureKind.CANCELLED))
         self._zygote.end([self.processes[rank] for rank in ranks], 0.0)
 
     def _how_it_died(self, rank: int) -> Failure:

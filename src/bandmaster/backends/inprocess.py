@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from bandmaster import contract
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.codec import Payload
 from bandmaster.contract import (
@@ -30,6 +29,7 @@ from bandmaster.contract import (
     Reports,
     Rows,
     Signs,
+    Ticket,
     WorkerCall,
     WorkerRecord,
 )
@@ -120,7 +120,7 @@ class InProcessWorkers:
         self._is_stopped = False
         self._running = threading.RLock()  # held while a method or a constructor runs
         self._tasks: dict[int, Any] = {}  # by rank, once there was a request
-        self._open: dict[int, dict[int, InProcessTicket]] = {rank: {} for rank in here}  # requests, by number
+        self._open: dict[int, dict[int, Ticket]] = {rank: {} for rank in here}  # requests, by number
         self._numbers = itertools.count()
         self._news = threading.Condition()  # notified when a request has ended
 
@@ -153,25 +153,23 @@ class InProcessWorkers:
             with self._running:
                 for rank in sorted(by_rank):
                     dead = self.deaths.get(rank)
-                    tickets[rank] = InProcessTicket(dead) if dead is not None else self._run(rank, by_rank[rank])
+                    tickets[rank] = Ticket(dead, is_done=True) if dead is not None else self._run(rank, by_rank[rank])
         finally:
             self._drop_the_dead()
 
-    def _run(self, rank: int, call: WorkerCall) -> InProcessTicket:
+    def _run(self, rank: int, call: WorkerCall) -> Ticket:
         parts, rows = _read(call)
         executor = self._executors[rank]
         with self._news:
             self._news.wait_for(lambda: not self._open[rank])
         outcome = executor.call(call.method, call.reply, parts, rows, call.is_timed)
         self._take_reports(rank)
-        ticket = InProcessTicket(_received(outcome))
+        ticket = Ticket(_received(outcome), is_done=True)
         if executor.times is not None:
             ticket.times = executor.times, time.monotonic_ns()
         return ticket
 
-    def request(
-        self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[contract.Ticket]], object]
-    ) -> None:
+    def request(self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[Ticket]], object]) -> None:
         """Run requests on the event loop of a rank; see `contract.Workers.request`."""
         self._check_idle()
         overtakes = requests[0].method == MORE_ITEMS  # also a call that waits, which holds the lock
@@ -181,15 +179,13 @@ class InProcessWorkers:
         finally:
             self._drop_the_dead()
 
-    def _begin(
-        self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[contract.Ticket]], object]
-    ) -> None:
+    def _begin(self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[Ticket]], object]) -> None:
         from bandmaster.answering.request_tasks import ReceivedRequest, RequestTasks
 
         numbered = [
             ReceivedRequest(next(self._numbers), one.method, one.reply, *_read(one), one.is_timed) for one in requests
         ]
-        tickets = {request.number: InProcessTicket(None, is_done=False) for request in numbered}
+        tickets = {request.number: Ticket() for request in numbered}
         take(list(tickets.values()))
         self._open[rank].update(tickets)
         if rank in self.deaths:
@@ -235,17 +231,18 @@ class InProcessWorkers:
             self._news.wait_for(lambda: all(ticket.is_done for ticket in tickets), timeout_s)
         return [ticket for ticket in tickets if ticket.is_done]
 
-    def fetch(self, ticket: InProcessTicket) -> Payload | Kept | Failure | None:
+    def fetch(self, ticket: Ticket) -> Payload | Kept | Failure | None:
         """The reply. The exception of a failure is pickled and unpickled, as on every other backend."""
-        if not isinstance(ticket.outcome, Failure):
-            return ticket.outcome
-        revived: Failure = pickle.loads(pickle.dumps(ticket.outcome))
-        return revived
+        outcome: Payload | Kept | Failure | None = ticket.outcome
+        if isinstance(outcome, Failure):
+            outcome = pickle.loads(pickle.dumps(outcome))
+        return outcome
 
     def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
         """Discard the workers if ``kill_because`` is given; else cancel requests, as no call is running."""
         if kill_because is not None:
-            self._discard(tickets, kill_because)
+            self._check_idle()
+            self._bury(tickets, kill_because)
             return
         for rank, ticket in tickets.items():
             if not ticket.is_done and (tasks := self._tasks.get(rank)) is not None:
@@ -279,12 +276,8 @@ class InProcessWorkers:
         """Discard all workers. A thread that is running a method discards them when the method returns."""
         self._check_idle()
         self._is_stopped = True
-        self._discard(list(self._executors), why)
+        self._bury(list(self._executors), why)
         self._release()
-
-    def _discard(self, ranks: Sequence[int] | Mapping[int, Any], why: str) -> None:
-        self._check_idle()
-        self._bury(ranks, why)
 
     def _bury(self, ranks: Sequence[int] | Mapping[int, Any], why: str) -> None:
         for rank in ranks:
@@ -311,22 +304,6 @@ class InProcessWorkers:
             for number in list(self._open[rank]):
                 self._end(rank, number, why)
             self._executors[rank].close()
-
-
-class InProcessTicket(contract.Ticket):
-    """One rank's part of a call, which ran as it was sent, so that the ticket is done from the start; or a request.
-
-    Attributes:
-        outcome: The encoded value, the failure, or None for a value that was dropped.
-        is_done: Whether it has its outcome.
-        is_dropped: Whether it was never run, and will not be.
-    """
-
-    __slots__ = ("is_done", "is_dropped", "outcome")
-
-    def __init__(self, outcome: Payload | Kept | Failure | None, is_done: bool = True) -> None:
-        super().__init__()
-        self.outcome, self.is_done, self.is_dropped = outcome, is_done, False
 
 
 def _worker_of(executor: Executor) -> Worker | None:

@@ -7,7 +7,6 @@ import os
 import pickle
 import secrets
 import socket
-import struct
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -18,7 +17,7 @@ from bandmaster.callers.circles import Circles
 from bandmaster.callers.passed import FIND, FarCalls, PassedCalls
 from bandmaster.callers.reached import DIED, ELSEWHERE, FAR, MOVED, READY, SHUT, WAIT, Asked, FarPlace
 from bandmaster.calls.future import Future
-from bandmaster.contract import FIRST_ITEMS, METHOD, MORE_ITEMS, OPEN_ITEMS, Workers
+from bandmaster.contract import METHOD, Workers
 from bandmaster.errors import BandmasterError, ClosedError, UsageError, WorkerDied
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.links import AgentLinks
@@ -26,6 +25,7 @@ from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.forks import n_forks
 from bandmaster.platform.locks import SigintSafeLock
+from bandmaster.platform.proc import peer_of
 from bandmaster.platform.settings import host_timeout_s
 from bandmaster.requests.method import RequestMethod
 from bandmaster.requests.stream import RequestStream
@@ -44,7 +44,6 @@ RENEWED = "it is being replaced"
 ACCEPT_AGAIN_S = 0.5
 LOOK_AGAIN_S, LOOK_LATER_S = 0.01, 0.5  # for a rank that is dead, or does not read
 BEAT_S = 5.0  # after which a worker is told that the rank which it asks for is busy
-_PEER = struct.Struct("3i")  # pid, uid and gid, as SO_PEERCRED has them
 
 
 class GivenGroup(NamedTuple):
@@ -152,8 +151,7 @@ class Door:
             self._loop.remove_reader(self._listening.fileno())
             self._loop.call_later(ACCEPT_AGAIN_S, self._listen)
             return
-        _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        if user == os.getuid():
+        if peer_of(sock)[1] == os.getuid():
             self._loop.add_reader(sock.fileno(), self._asked, sock)
         else:
             sock.close()
@@ -210,7 +208,8 @@ class ControllersRelay(Executor):
     def __init__(self, groups: Mapping[str, GivenGroup]) -> None:
         super().__init__()
         self._groups = groups
-        self._circles = Circles(self._processes_of)
+        circles = Circles(self._processes_of)
+        self.own_methods = {FIND: ControllersRelay._told, CONTROLLER + WAITS: lambda _, wait: circles.closed_by(wait)}
 
     def _processes_of(self, key: str) -> dict[int, Process]:
         records = _found(key, self._groups).workers().records
@@ -229,19 +228,15 @@ class ControllersRelay(Executor):
         if failure is not None:
             return DIED, failure
         if isinstance(workers, AgentWorkers):
-            agent, record = workers.agent_of(asked.rank), workers.records[asked.rank]
-            return FAR, FarPlace(agent.address, record.host, workers.name, record.pid, workers.secret)
+            agent, record = workers.agents[asked.rank], workers.records[asked.rank]
+            return FAR, FarPlace(agent.address, record.host, workers.name, record.pid, workers.links.secret)
         return (READY, workers) if isinstance(workers, LaneClient) else (MOVED, ELSEWHERE)
 
     def begun(self, method: str, parts: Arguments, rows: RowReaders) -> tuple[Sequence[Any], dict[Any, Any], Any]:
         """Make a call, and return the coroutine that waits for its value."""
-        if method in (OPEN_ITEMS, FIRST_ITEMS, MORE_ITEMS):
+        if method in self.own_methods:
             return super().begun(method, parts, rows)
         args, kwargs = self._arguments(parts, rows)
-        if method == FIND:
-            return (), {}, self._told(*args)
-        if method == CONTROLLER + WAITS:
-            return (), {}, self._circles.closed_by(*args)
         earlier.set(kwargs.pop(PATH))
         made, is_for_all, workers = self._method(method, kwargs)
         submit = partial(made.all if is_for_all else made.submit, *args, **kwargs)

@@ -64,7 +64,7 @@ class PassedCalls(Executor):
             return SHUT, _CLOSED
         answer, said = decode(found)
         if answer == FAR:
-            ranks = self._server.ranks_of(said.group)
+            ranks = self._server.groups.get(said.group)
             if ranks is not None and asked.rank in ranks.ranks:
                 return READY, ranks.workers
             said = said._replace(secret=self._server.secret)

@@ -88,7 +88,6 @@ class ReachedWorkers(LaneClient):
     """The workers of a group that was given to this process; see `bandmaster.contract.Workers`.
 
     Attributes:
-        ranks_are_own: True.
         records: Empty: the controller has them.
         name: The name of the group.
 
@@ -99,7 +98,6 @@ class ReachedWorkers(LaneClient):
         name: Its name, for messages.
     """
 
-    ranks_are_own = True
     records: Sequence[WorkerRecord] = ()
 
     def __init__(self, door: str, group: str, n_ranks: int, name: str) -> None:
@@ -195,24 +193,20 @@ class ReachedWorkers(LaneClient):
                 if not (rank in self._lanes or rank in self._far or rank in self.deaths or self.is_stopped):
                     self._enter(rank, *self._ask(rank))
 
-    def _enter(self, rank: int, sock: socket.socket | None, answer: str, said: Any) -> None:
+    def _enter(self, rank: int, sock: socket.socket, answer: str, said: Any) -> None:
         """Take an answer of the door: a lane, a place, a death, or the end of the group; the lock is held."""
         if answer == READY:
-            assert sock is not None, "it was answered"
             self._process[rank] = said
-            self._add(rank, sock, said)
+            self.add(rank, sock, said)
         elif answer == FAR and rank not in self._lanes:
-            assert sock is not None, "it was answered"
             sock.close()
             self._process[rank] = said
             self._add_far(rank, said)
         elif answer in (DIED, NOTHING):
-            assert sock is not None, "it was answered"
             self._poller.watch(sock.fileno(), partial(self._is_back, rank, sock))  # there may be a new process later
             self._fail(rank, said)
         else:
-            if sock is not None:
-                sock.close()
+            sock.close()
             why = ELSEWHERE if answer == FAR else said
             for one in self._open:
                 self._fail(one, closed(why) if answer == SHUT else Failure(FailureKind.DIED, why))
@@ -233,16 +227,14 @@ class ReachedWorkers(LaneClient):
     def far_has_died(self, ranks: FarRanks, rank: int, failure: Failure | None) -> None:
         """Take the death of a rank on another host, and how it died, if that is known; the lock is held."""
         if self._far.get(rank) is ranks:
-            self._note_death(rank, failure)
+            self.note_death(rank, failure)
 
     def _is_back(self, rank: int, sock: socket.socket, _: int) -> None:
         """Take the news of a rank that has died."""
         self._poller.ignore(sock.fileno())
         self._enter(rank, *_answer(sock, 0.0, self.name))
 
-    def _ask(
-        self, rank: int, but: object = None, timeout_s: float | None = None
-    ) -> tuple[socket.socket | None, str, Any]:
+    def _ask(self, rank: int, but: object = None, timeout_s: float = ANSWER_S) -> tuple[socket.socket, str, Any]:
         """Ask the door for a rank, or its next process. Returns the socket, which becomes the lane, and the answer."""
         with SigintSafeLock():
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -252,13 +244,12 @@ class ReachedWorkers(LaneClient):
             self._connect(sock)
             sock.send(pickle.dumps(Asked(self._group, rank, but)))
         except ConnectionError:
-            sock.close()
             why = "it was closed, or its controller has ended"
-            return None, SHUT, f"group {self.name!r} cannot be reached from {gethostname()}: {why}"
+            return sock, SHUT, f"group {self.name!r} cannot be reached from {gethostname()}: {why}"
         except OSError as error:
             sock.close()
             raise ResourceError(f"cannot reach rank {rank} of group {self.name!r}: {error}") from error
-        return _answer(sock, ANSWER_S if timeout_s is None else timeout_s, self.name)
+        return _answer(sock, timeout_s, self.name)
 
     def _connect(self, sock: socket.socket) -> None:
         """Connect to the door, or to that of the agent of this host if the door is on another one."""
@@ -270,7 +261,7 @@ class ReachedWorkers(LaneClient):
                 raise
             sock.connect(f"\0{others}")
 
-    def _note_death(self, rank: int, failure: Failure | None = None) -> None:
+    def note_death(self, rank: int, failure: Failure | None = None) -> None:
         """Ask the controller how a rank has died, whose lane has ended, or that an agent tells of; the lock is held."""
         if rank in self.deaths or self.is_stopped:
             return
@@ -287,11 +278,11 @@ class ReachedWorkers(LaneClient):
         finally:
             self._is_asking = False
         while self._later:
-            self._note_death(*self._later.popitem())
+            self.note_death(*self._later.popitem())
 
     def _fail(self, rank: int, failure: Failure) -> None:
         """Note a death, and fail what was sent to the rank."""
-        super()._note_death(rank, failure)
+        super().note_death(rank, failure)
         far = self._far.pop(rank, None)
         if far is not None:
             far.fail(rank, failure)
@@ -334,7 +325,7 @@ class FarRanks(AgentWorkers):
             assert place.secret is not None, "the door has told it"
             link = connect(place.address, place.secret, FOR_CALLERS)
             agent = Agent(link, place.address, place.host, place.address, 0)
-            links.serve(agent)
+            links.add(agent)
         known = agent.groups.get(place.group)
         return known if isinstance(known, cls) else cls(place, links, agent, owner, n_ranks)
 
@@ -351,7 +342,7 @@ class FarRanks(AgentWorkers):
     def host_is_lost(self, agent: Agent, why: str) -> None:
         """Take the end of the host."""
         failure = Failure.of_death(f"host {agent.host} ({agent.address[0]}) is lost: {why}", "", agent.host, 0, "")
-        for rank in range(len(self._agents)):
+        for rank in range(len(self.agents)):
             self._owner.far_has_died(self, rank, failure)
 
     def fail(self, rank: int, failure: Failure) -> None:

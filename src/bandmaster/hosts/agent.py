@@ -52,23 +52,9 @@ OUTPUT_POLL_S = 0.01  # how often to look whether a link takes more of the outpu
 _log = logging.getLogger(__name__)
 
 
-class Host:
-    """Starts the workers of an agent; `bandmaster.backends.ray.agents` has the real one."""
-
-    def start(self, said: Any, shows: ShowOutput) -> tuple[WorkersHere, Sequence[int]]:
-        """Start the part of a group.
-
-        Args:
-            said: The request of the controller.
-            shows: Has the controller show the output of the workers.
-
-        Returns:
-            The workers, and their ranks.
-        """
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """End all that was started here, and wait for it."""
+# Starts the part of a group that the request of a controller asks for; the other argument has the controller show the
+# output of the workers. Returns the workers, and their ranks.
+StartRanks = Callable[[Any, ShowOutput], tuple[WorkersHere, Sequence[int]]]
 
 
 class AgentServer:
@@ -77,17 +63,21 @@ class AgentServer:
     Attributes:
         address: The IP address and port that it listens on.
         secret: The secret that the controller and other agents have to know.
+        groups: The part of each group that is on this host.
         take_relayed: Called with the value of a call that the controller has made for a worker; the lock is held.
 
     Args:
         secret: The secret that the controller and other agents have to know.
         address: The IP address of this host, on which alone it listens.
-        host: Starts workers.
         controller: The name of the controller in `bandmaster ps`.
+        start: Starts workers.
+        end: Ends all that was started on this host, and waits for it.
     """
 
-    def __init__(self, secret: Secret, address: str, host: Host, controller: str) -> None:
-        self.secret, self._host = secret, host
+    def __init__(
+        self, secret: Secret, address: str, controller: str, start: StartRanks, end: Callable[[], object] = bool
+    ) -> None:
+        self.secret, self._start, self._end_all = secret, start, end
         self._announced = announce(AGENT, controller)
         self._listening = socket.create_server((address, 0), backlog=128)
         self.address: Address = self._listening.getsockname()[:2]
@@ -95,7 +85,7 @@ class AgentServer:
         self._links = RowLinks(secret)
         self._poller = Poller()
         self._lock = self._poller.lock  # guards all that follows, but for strangers
-        self._groups: dict[str, HostRanks] = {}
+        self.groups: dict[str, HostRanks] = {}
         self._called: dict[tuple[Link, str], HostRanks] = {}  # groups as workers of other hosts call them
         self._stopped: dict[str, str] = {}  # groups that were ended before they had started, and why
         self._controller: Link
@@ -165,13 +155,13 @@ class AgentServer:
         with contextlib.suppress(Closed), self._lock:
             self._serve(self._controller, self._take)
             while True:
-                every = *self._groups.values(), *self._called.values()
+                every = *self.groups.values(), *self._called.values()
                 dues = [due for ranks in every if (due := ranks.due_s) is not None]
                 self._poller.receive(min(dues) if dues else None)
                 while self._written:
                     self._controller.post(FrameKind.OUTPUT, self._written.popleft())
                 self._tell()
-        self._host.close()
+        self._end_all()
 
     # --- the lock is held ---
 
@@ -185,7 +175,7 @@ class AgentServer:
             raise Closed(why)
         self._poller.ignore(other.fileno())
         self._below = {address: below for address, below in self._below.items() if below is not other}
-        for ranks in self._groups.values():
+        for ranks in self.groups.values():
             ranks.below = [below for below in ranks.below if below is not other]
         for key in [key for key in self._called if key[0] is other]:
             self._called.pop(key).cancel()
@@ -193,7 +183,7 @@ class AgentServer:
 
     def _tell(self) -> None:
         """Send the replies and deaths of the groups."""
-        here = [(self._controller, name, ranks) for name, ranks in self._groups.items()]
+        here = [(self._controller, name, ranks) for name, ranks in self.groups.items()]
         for owner, name, ranks in [*here, *[(*key, ranks) for key, ranks in self._called.items()]]:
             if not ranks.has_news:
                 continue
@@ -206,7 +196,7 @@ class AgentServer:
 
     def _place(self, kind: int, content: tuple[Any, ...], sizes: Sequence[int]) -> Payload:
         """The memory for a large payload: that of a call is received in a segment, which the ranks map."""
-        ranks = self._groups.get(content[0]) if kind == FrameKind.CALLS else None
+        ranks = self.groups.get(content[0]) if kind == FrameKind.CALLS else None
         if ranks is not None:
             with contextlib.suppress(ResourceError, ClosedError):  # the call fails for the same reason, once it is put
                 return ranks.workers.reserve(sizes)
@@ -227,7 +217,7 @@ class AgentServer:
             self.take_relayed(message)
         elif kind == FrameKind.ASK:
             start_thread("bandmaster-agent-ask", self._answer, *content)
-        elif (ranks := self._groups.get(content[0])) is None:
+        elif (ranks := self.groups.get(content[0])) is None:
             return  # the group was stopped
         elif kind == FrameKind.CALLS:
             self._call(other, ranks, message)
@@ -242,7 +232,7 @@ class AgentServer:
             caller.post(FrameKind.PONG)
             return
         name = message.content[0]
-        known, ranks = self._groups.get(name), self._called.get((caller, name))
+        known, ranks = self.groups.get(name), self._called.get((caller, name))
         if ranks is None and known is not None:
             ranks = self._called[caller, name] = HostRanks(known.workers, known.ranks, {}, self._poller.wake)
         if ranks is None:  # the group was stopped, as the controller tells the caller when this link has ended
@@ -299,19 +289,15 @@ class AgentServer:
             self._controller.post(kind, *content, large=large or {})
         self._poller.wake()
 
-    def ranks_of(self, name: str) -> HostRanks | None:
-        """The part of a group that is here."""
-        return self._groups.get(name)
-
     # --- questions: a controller asks for one of these methods ---
 
     def start(self, name: str, said: Any) -> Any:
         """Start the part of a group: where each rank is, and how others find rank 0 if it is one of them."""
-        workers, ranks = self._host.start(said, self.show)
+        workers, ranks = self._start(said, self.show)
         with self._lock:
             why = self._stopped.pop(name, None)
             if why is None:
-                self._groups[name] = HostRanks(workers, ranks, self._store, self._poller.wake)
+                self.groups[name] = HostRanks(workers, ranks, self._store, self._poller.wake)
                 if workers.arrivals is not None:
                     self._poller.watch(workers.arrivals, lambda _: workers.check(is_thorough=False))
         if why is not None:
@@ -320,7 +306,7 @@ class AgentServer:
 
     def announce(self, name: str, rendezvous: Mapping[str, str]) -> None:
         """Tell ranks of the rendezvous that rank 0 has opened on another host."""
-        self._groups[name].workers.announce(rendezvous)
+        self.groups[name].workers.announce(rendezvous)
 
     def relay(self, name: str, addresses: Sequence[Address], n_ranks: int) -> None:
         """Pass calls of a group on to other agents, which have so many ranks of it together."""
@@ -330,13 +316,13 @@ class AgentServer:
             self._below.update(made)
             for below in made.values():
                 self._serve(below, self._take)
-            ranks = self._groups[name]
+            ranks = self.groups[name]
             ranks.below, ranks.n_below = [self._below[address] for address in addresses], n_ranks
 
     def stop(self, name: str, why: str) -> None:
         """End the part of a group."""
         with self._lock:
-            ranks = self._groups.pop(name, None)
+            ranks = self.groups.pop(name, None)
             if ranks is None:  # it may be about to start
                 self._stopped[name] = why
             elif ranks.workers.arrivals is not None:
@@ -349,28 +335,28 @@ class AgentServer:
 
     def end(self) -> None:
         """End all that was started on this host."""
-        self._host.close()
+        self._end_all()
 
     def stacks(self, name: str, numbers: Mapping[int, int | None]) -> Mapping[int, str]:
         """Return the stacks of ranks, given by the numbers of their calls."""
-        ranks = self._groups[name]
+        ranks = self.groups[name]
         with self._lock:
             tickets = ranks.tickets(numbers)
         return dict(ranks.workers.stacks(tickets))
 
     def signs(self, name: str, ranks: Iterable[int]) -> Mapping[int, Signs]:
         """Return the signs of life of ranks."""
-        return self._groups[name].workers.signs(tuple(ranks))
+        return self.groups[name].workers.signs(tuple(ranks))
 
     def kill(self, name: str, numbers: Mapping[int, int | None], why: str) -> None:
         """End the ranks that are at the calls with these numbers."""
-        ranks = self._groups[name]
+        ranks = self.groups[name]
         with self._lock:
             tickets = ranks.tickets(numbers)
         ranks.workers.interrupt(tickets, why)
 
     def replace(self, name: str, rank: int) -> tuple[Any, Any]:
         """Start a worker anew: where it is, and how others find rank 0."""
-        ranks = self._groups[name]
+        ranks = self.groups[name]
         ranks.workers.replace(rank)
         return ranks.workers.records[ranks.ranks.index(rank)], ranks.workers.rendezvous

@@ -27,7 +27,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -218,13 +217,6 @@ class Link:
         mac.update(b"".join((_NUMBER.pack(self._n_sent), start, described, head)))
         self._n_sent += 1
         first = [start, mac.digest(), described, head]
-        if not views and not self._out and not self._is_encrypted:
-            message = b"".join(first)
-            n_sent = self._sent([message])
-            if n_sent == len(message):
-                return True
-            self._out.append(memoryview(message)[n_sent:])
-            return self.pump()  # which waits, if this end does
         while views and views[0].nbytes <= SMALL_NBYTES:
             first.append(bytes(views.pop(0)))
         self._out.append(memoryview(b"".join(first)))
@@ -347,14 +339,14 @@ def connect(
         Refused: It does not know the secret.
         OSError: It cannot be reached, or has not answered as long as a host may be silent.
     """
-    attempt, patience = partial(_connected, address, secret, purpose, place, timeout_s), Deadline(host_timeout_s())
-    for _ in range(N_ATTEMPTS - 1):
+    patience, n_left = Deadline(host_timeout_s()), N_ATTEMPTS
+    while True:
         try:
-            return attempt()
+            return _connected(address, secret, purpose, place, timeout_s)
         except (Refused, ConnectionError, TimeoutError):
-            if not patience.left():
+            n_left -= 1
+            if not (n_left and patience.left()):
                 raise
-    return attempt()
 
 
 def _connected(address: Address, secret: Secret, purpose: int, place: Allocate, timeout_s: float) -> Link:

@@ -113,11 +113,6 @@ class AgentLinks(Client):
         self._stop_beating: threading.Event | None = None  # of the thread that looks whether hosts are there
 
     def add(self, agent: Agent) -> None:
-        """Serve a new link."""
-        with self.lock:
-            self.serve(agent)
-
-    def serve(self, agent: Agent) -> None:
         """Serve a new link; the lock is held."""
         self.agents[agent.key] = agent
         self._open[id(agent)] = {}
@@ -126,17 +121,12 @@ class AgentLinks(Client):
             self._stop_beating = threading.Event()
             start_thread("bandmaster-heartbeat", self._beat, self._stop_beating)
 
-    def remove(self, agent: Agent) -> None:
-        """Close a link."""
-        with self.lock:
-            self.lose(agent, CLOSED)
-
     def close(self) -> None:
         """Close all links."""
-        for agent in list(self.agents.values()):
-            self.remove(agent)
-        self.row_links.close()
         with self.lock:
+            for agent in list(self.agents.values()):
+                self.lose(agent)
+            self.row_links.close()
             self.poller.close()
 
     # --- sending ---
@@ -148,10 +138,9 @@ class AgentLinks(Client):
         agent.link.post(kind, *content, large=large or {})
 
     def tell(self, agent: Agent, kind: FrameKind, *content: Any, large: Mapping[int, Any] | None = None) -> None:
-        """Send a message, unless the agent is gone; the poller has the rest sent."""
+        """Send a message, unless the link has ended; the poller has the rest sent."""
         with self.lock:
-            if agent.lost is None:
-                self.send(agent, kind, *content, large=large)
+            self.send(agent, kind, *content, large=large)
 
     def flush(self, agents: Sequence[Agent]) -> None:
         """Wait until all was sent to some agents; one that takes nothing for too long is lost."""
@@ -222,8 +211,8 @@ class AgentLinks(Client):
         elif kind == FrameKind.RELAY:
             self.relays[0](self, agent, message)
 
-    def lose(self, agent: Agent, why: str) -> None:
-        """Take the end of an agent."""
+    def lose(self, agent: Agent, why: str = CLOSED) -> None:
+        """Take the end of an agent, or close the link to it."""
         if agent.lost is not None:
             return
         agent.lost = why

@@ -36,6 +36,8 @@ from bandmaster.wire.messages import (
 
 PATIENCE_S = 0.002  # for the other replies of this host to a call, which then come in one message
 
+Replies = list[tuple[tuple[int, ...], bytes]]  # each that differs, with its ranks
+
 
 class WorkersHere(Workers, Protocol):
     """The workers of some ranks of a group on the host of an agent."""
@@ -111,7 +113,7 @@ class _Unsent:
         self.large.update(large)
 
     @property
-    def said(self) -> list[tuple[tuple[int, ...], bytes]]:
+    def said(self) -> Replies:
         """The ranks and the reply, for each reply that differs."""
         return [(tuple(ranks), body) for (body, _), ranks in self._ranks.items()]
 
@@ -147,8 +149,7 @@ class HostRanks:
         self._since = 0.0  # when the first of these replies came
         self._failed: dict[int, tuple[int, Any]] = {}  # by rank, number and ticket of the call that it has failed last
         self._told: Mapping[int, Failure] = {}  # the deaths that the controller was told of
-        self._reported: dict[int, object] = {}  # the reports that it was told of, by rank
-        self._n_reported = 0
+        self._reported: Mapping[int, object] = {}  # the reports that it was told of, by rank
 
     # --- calls ---
 
@@ -273,8 +274,8 @@ class HostRanks:
         for ranks, body in message.content[1]:
             self._add(ranks, body, message.large)
 
-    def replies(self, is_flushed: bool = False) -> tuple[list[tuple[tuple[int, ...], bytes]], dict[int, Payload]]:
-        """Remove and return the replies that are to be sent now, and the large payloads that they name, by number.
+    def replies(self, is_flushed: bool = False) -> tuple[Replies, dict[int, Payload]]:
+        """Remove and return the replies and reports that are to be sent now, and the large payloads that they name.
 
         Args:
             is_flushed: Whether to return all, also those to calls that only some ranks have replied to.
@@ -284,7 +285,9 @@ class HostRanks:
             ticket = self._open[rank].pop(number, None)
             if ticket is not None:
                 self._add([rank], *self._reply(rank, number, ticket))
-        said = self._new_reports() if self.workers.reports.n_taken != self._n_reported else []
+        told, self._reported = self._reported, dict(self.workers.reports)
+        new = [(rank, report) for rank, report in self._reported.items() if told.get(rank) is not report]
+        said: Replies = [((rank,), reply_message(0, ReplyKind.REPORT, report)[4:]) for rank, report in new]
         large: dict[int, Payload] = {}
         is_flushed = is_flushed or time.monotonic() - self._since >= PATIENCE_S
         for number, unsent in list(self._unsent.items()):
@@ -296,16 +299,6 @@ class HostRanks:
             if is_whole:
                 del self._n_missing[number]
         return said, large
-
-    def _new_reports(self) -> list[tuple[tuple[int, ...], bytes]]:
-        """The reports that have come since this was called last, as messages to the controller."""
-        found: list[tuple[tuple[int, ...], bytes]] = []
-        self._n_reported = self.workers.reports.n_taken
-        for rank, report in list(self.workers.reports.items()):
-            if self._reported.get(rank) is not report:
-                self._reported[rank] = report
-                found.append(((rank,), reply_message(0, ReplyKind.REPORT, report)[4:]))
-        return found
 
     def _reply(self, rank: int, number: int, ticket: Any) -> tuple[bytes, Mapping[int, Payload]]:
         """The reply of a rank, and the large payload that it names."""
@@ -337,7 +330,7 @@ class HostRanks:
     @property
     def has_news(self) -> bool:
         """Whether there may be something to send."""
-        is_told = self.workers.deaths == self._told and self.workers.reports.n_taken == self._n_reported
+        is_told = self.workers.deaths == self._told and self.workers.reports == self._reported
         return bool(self._done or self._unsent) or not is_told
 
     @property

@@ -22,15 +22,7 @@ from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import Kept
 from bandmaster.errors import ResourceError, RowsLost
 from bandmaster.hosts.handshake import Secret
-from bandmaster.hosts.link import (
-    FOR_ROWS,
-    Address,
-    Allocate,
-    FrameKind,
-    Link,
-    connect,
-    in_memory,
-)
+from bandmaster.hosts.link import FOR_ROWS, Address, Allocate, FrameKind, Link, connect, in_memory
 from bandmaster.plan.batch import required_batch
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.settings import host_timeout_s

@@ -10,21 +10,10 @@ from typing import Any, NamedTuple
 from weakref import finalize
 
 from bandmaster.codec import Payload
-from bandmaster.contract import (
-    CLOSED,
-    NOT_STARTED,
-    Kept,
-    Launch,
-    RowFacts,
-    Signs,
-    Ticket,
-    WorkerCall,
-    WorkerRecord,
-)
+from bandmaster.contract import CLOSED, NOT_STARTED, Kept, Launch, RowFacts, Signs, Ticket, WorkerCall, WorkerRecord
 from bandmaster.errors import ClosedError, PlacementError, RowsLost
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.agent import AgentServer
-from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import FrameKind, Message
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.rows import Fetch, PendingFetch, RowKey
@@ -164,22 +153,21 @@ class AgentWorkers(Client):
     """The workers of one group, on several hosts or on another one.
 
     Attributes:
-        deaths: The ranks whose processes are known to have ended, and how.
-        ranks_are_own: True.
-        records: Host, process and device of each rank; handles are `WorkerProcess` objects.
-
-    Args:
         name: Name of the group, which no other group of this controller has.
         links: The links.
         agents: The agent of each rank.
-    """
+        records: Host, process and device of each rank; handles are `WorkerProcess` objects.
 
-    ranks_are_own = True
+    Args:
+        name: As the attribute.
+        links: As the attribute.
+        agents: As the attribute.
+    """
 
     def __init__(self, name: str, links: AgentLinks, agents: Sequence[Agent]) -> None:
         super().__init__(links.poller, links.numbers)
-        self.name, self._links = name, links
-        self._agents = list(agents)
+        self.name, self.links = name, links
+        self.agents = list(agents)
         self._open = {rank: {} for rank in range(len(agents))}
         self._requests = {rank: {} for rank in range(len(agents))}
         self.records: list[WorkerRecord] = []
@@ -198,20 +186,11 @@ class AgentWorkers(Client):
     @property
     def hosts(self) -> list[Agent]:
         """The agents of the group, each once."""
-        return list(dict.fromkeys(self._agents))
-
-    @property
-    def secret(self) -> Secret:
-        """The secret of the agents."""
-        return self._links.secret
-
-    def agent_of(self, rank: int) -> Agent:
-        """The agent of the host of a rank."""
-        return self._agents[rank]
+        return list(dict.fromkeys(self.agents))
 
     def ranks_on(self, agent: Agent) -> tuple[int, ...]:
         """The ranks on a host."""
-        return tuple([rank for rank, other in enumerate(self._agents) if other is agent])
+        return tuple([rank for rank, other in enumerate(self.agents) if other is agent])
 
     # --- sending ---
 
@@ -238,11 +217,11 @@ class AgentWorkers(Client):
             for agent, mine in outgoing.items():
                 content = self.name, mine.calls, mine.fetches(agent), bool(relays)
                 self._send(agent, FrameKind.CALLS, *content, large=mine.large)
-        self._links.flush(self.hosts if self._relay_of else list(outgoing))
+        self.links.flush(self.hosts if self._relay_of else list(outgoing))
 
     def request(self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[Ticket]], object]) -> None:
         """Send requests to a rank; see `contract.Workers.request`."""
-        agent, outgoing = self._agents[rank], _Outgoing()
+        agent, outgoing = self.agents[rank], _Outgoing()
         with self.lock:
             tickets = self._new_requests(rank, len(requests), take)
             if tickets:
@@ -255,20 +234,20 @@ class AgentWorkers(Client):
                 outgoing.add((rank,), message, [part for call in requests for part in _parts_of(call)])
                 said = self.name, outgoing.calls, outgoing.fetches(agent), False
                 self._send(agent, FrameKind.CALLS, *said, large=outgoing.large)
-        self._links.flush(self.hosts if self._relay_of else [agent])
+        self.links.flush(self.hosts if self._relay_of else [agent])
 
     def _relays_of(self, calls: Sequence[WorkerCall]) -> Sequence[Agent]:
         """The agents of a large group that pass a call on, if it is the same for all ranks."""
-        is_same = len(calls) == 1 and not calls[0].rows and len(calls[0].ranks) == len(self._agents)
+        is_same = len(calls) == 1 and not calls[0].rows and len(calls[0].ranks) == len(self.agents)
         return list(dict.fromkeys(self._relay_of.values())) if is_same and not self.deaths else []
 
     def _send(self, agent: Agent, kind: FrameKind, *content: Any, large: Mapping[int, Payload] | None = None) -> None:
         """Send a message to an agent, through its relay if it has one; the lock is held."""
         relay = self._relay_of.get(agent, agent)
         if relay is agent:
-            self._links.send(agent, kind, *content, large=large)
+            self.links.send(agent, kind, *content, large=large)
         else:
-            self._links.send(relay, FrameKind.FORWARD, agent.address, kind, content, large=large)
+            self.links.send(relay, FrameKind.FORWARD, agent.address, kind, content, large=large)
 
     def _add(
         self, call: WorkerCall, tickets: dict[int, Any], outgoing: dict[Agent, _Outgoing], relays: Sequence[Agent]
@@ -300,23 +279,23 @@ class AgentWorkers(Client):
 
     def _route(self, ranks: tuple[int, ...]) -> list[tuple[Agent, Ranks]]:
         """For each host, the ranks of a call on it."""
-        if len(ranks) == len(self._agents):
+        if len(ranks) == len(self.agents):
             return [(agent, None) for agent in self.hosts]
         by_agent: dict[Agent, list[int]] = {}
         for rank in ranks:
-            by_agent.setdefault(self._agents[rank], []).append(rank)
+            by_agent.setdefault(self.agents[rank], []).append(rank)
         return [(agent, tuple(mine)) for agent, mine in by_agent.items()]
 
     # --- receiving ---
 
     def check(self, is_thorough: bool = True) -> bool:
         """Take everything that has arrived: the agents tell of deaths by themselves. False once `stop` was called."""
-        self._links.check()
+        self.links.check()
         return self._why_stopped is None
 
     def take_replies(self, message: Message) -> None:
         """Take replies of ranks on a host; see `links.Group`."""
-        receiver = _FromAgent(self._agents, self._links, message)
+        receiver = _FromAgent(self.agents, self.links, message)
         for ranks, body in message.content[1]:
             self._take_reply(ranks, body, receiver)
 
@@ -345,7 +324,7 @@ class AgentWorkers(Client):
         self.take_deaths(found)
         below = {other for other, relay in self._relay_of.items() if relay is agent}
         words = f"its reply was lost with host {agent.host}, which passes calls on to its host"
-        for rank in [rank for rank, other in enumerate(self._agents) if other in below]:
+        for rank in [rank for rank, other in enumerate(self.agents) if other in below]:
             self._fail_open(rank, Failure(FailureKind.CANCELLED, words))
         self._relay_of = {}  # for good: the next host that is lost must not take others along
 
@@ -372,43 +351,43 @@ class AgentWorkers(Client):
         with self.lock:
             for agent, numbers in by_agent.items():
                 self._send(agent, kind, self.name, numbers)
-        self._links.flush(self.hosts)
+        self.links.flush(self.hosts)
 
     def _ask(self, agent: Agent, question: Callable[..., object], *args: Any) -> MessageTicket:
-        return self._links.ask(agent, question, self.name, *args)
+        return self.links.ask(agent, question, self.name, *args)
 
     def _answer(self, agent: Agent, question: Callable[..., object], *args: Any) -> Any:
-        return self._links.answers([self._ask(agent, question, *args)])[0]
+        return self.links.answers([self._ask(agent, question, *args)])[0]
 
     def _settle(self, asked: Sequence[MessageTicket]) -> None:
         for ticket in asked:
             with suppress(ClosedError):  # the host is lost, and with it the ranks
-                self._links.answers([ticket])
+                self.links.answers([ticket])
 
     def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
         """The stacks of ranks, of all hosts at the same time; see `contract.Workers.stacks`."""
-        found: dict[int, str] = self._from_hosts(AgentServer.stacks, self._numbers_of(_unanswered(tickets)))
-        return found
+        return self._from_hosts(AgentServer.stacks, self._numbers_of(_unanswered(tickets)))
 
     def signs(self, ranks: Sequence[int]) -> dict[int, Signs]:
         """The signs of life of ranks; see `contract.Workers.signs`."""
-        found: dict[int, Signs] = self._from_hosts(AgentServer.signs, self._numbers_of(dict.fromkeys(ranks)))
-        return found
+        return self._from_hosts(AgentServer.signs, self._numbers_of(dict.fromkeys(ranks)))
 
-    def _from_hosts(self, question: Callable[..., object], by_agent: Mapping[Agent, Mapping[int, int | None]]) -> Any:
+    def _from_hosts(
+        self, question: Callable[..., object], by_agent: Mapping[Agent, Mapping[int, int | None]]
+    ) -> dict[int, Any]:
         """Ask agents about ranks; returns their answers as one dict, without the ranks of hosts that do not answer."""
         asked = [self._ask(agent, question, numbers) for agent, numbers in by_agent.items()]
         found: dict[int, Any] = {}
         deadline = Deadline(STACKS_TIMEOUT_S)
         for ticket in asked:
             with suppress(TimeoutError, ClosedError):
-                found.update(self._links.answers([ticket], deadline.left())[0])
+                found.update(self.links.answers([ticket], deadline.left())[0])
         return found
 
     def _numbers_of(self, tickets: Mapping[int, Any]) -> dict[Agent, dict[int, int | None]]:
         by_agent: dict[Agent, dict[int, int | None]] = {}
         for rank, ticket in tickets.items():
-            numbers = by_agent.setdefault(self._agents[rank], {})
+            numbers = by_agent.setdefault(self.agents[rank], {})
             numbers[rank] = None if ticket is None else ticket.number
         return by_agent
 
@@ -432,11 +411,11 @@ class AgentWorkers(Client):
         try:
             asked = [self._ask(agent, AgentServer.start, said(self.ranks_on(agent))) for agent in self.hosts]
             found: dict[int, WorkerRecord] = {}
-            for agent, (records, rendezvous) in zip(self.hosts, self._links.answers(asked), strict=True):
+            for agent, (records, rendezvous) in zip(self.hosts, self.links.answers(asked), strict=True):
                 found.update(zip(self.ranks_on(agent), records, strict=True))
                 self._rendezvous = rendezvous or self._rendezvous
-            self.records = [found[rank]._replace(channel="link") for rank in range(len(self._agents))]
-            self._announce(but=self._agents[0])
+            self.records = [found[rank]._replace(channel="link") for rank in range(len(self.agents))]
+            self._announce(but=self.agents[0])
             if len(self.hosts) >= tree_from():
                 self._form_tree()
         except BaseException as error:
@@ -449,7 +428,7 @@ class AgentWorkers(Client):
         """Tell the agents that are not lost where the rendezvous is, but for one, which knows."""
         others = [agent for agent in self.hosts if agent is not but and agent.lost is None]
         if self._rendezvous:
-            self._links.answers([self._ask(agent, AgentServer.announce, self._rendezvous) for agent in others])
+            self.links.answers([self._ask(agent, AgentServer.announce, self._rendezvous) for agent in others])
 
     def _form_tree(self) -> None:
         """Have some agents pass calls on to others."""
@@ -459,13 +438,13 @@ class AgentWorkers(Client):
         for relay, *below in blocks:
             n_ranks = sum(len(self.ranks_on(agent)) for agent in below)
             asked.append(self._ask(relay, AgentServer.relay, [agent.address for agent in below], n_ranks))
-        self._links.answers(asked)
+        self.links.answers(asked)
         with self.lock:
             self._relay_of = {agent: block[0] for block in blocks for agent in block}
 
     def replace(self, rank: int) -> None:
         """Replace a rank; if its agent is gone, another one starts it. See `contract.Workers.replace`."""
-        agent = self._agents[rank]
+        agent = self.agents[rank]
         if agent.lost is not None and self._again is not None:
             agent = self._again(rank)
             (record,), rendezvous = self._answer(agent, AgentServer.start, self._told([rank]))
@@ -473,7 +452,7 @@ class AgentWorkers(Client):
             record, rendezvous = self._answer(agent, AgentServer.replace, rank)
         with self.lock:
             agent.groups[self.name] = self
-            self._agents[rank], self.records[rank] = agent, record._replace(channel="link")
+            self.agents[rank], self.records[rank] = agent, record._replace(channel="link")
             self.deaths.pop(rank, None)
             self.reports.pop(rank, None)
         if rank == 0:
@@ -487,7 +466,7 @@ class AgentWorkers(Client):
         with self.lock:
             if self._why_stopped is None:
                 self._why_stopped = why
-                self.take_deaths({rank: Failure(FailureKind.DIED, why) for rank in range(len(self._agents))})
+                self.take_deaths({rank: Failure(FailureKind.DIED, why) for rank in range(len(self.agents))})
             hosts = [agent for agent in self.hosts if self.name in agent.groups]  # all, unless Ctrl-C has come between
         self._settle([self._ask(agent, AgentServer.stop, why) for agent in hosts])
         with self.lock:

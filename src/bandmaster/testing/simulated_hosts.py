@@ -25,7 +25,7 @@ from bandmaster.backends.inprocess import InProcessWorkers
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.codec import Payload
 from bandmaster.contract import Launch, ShowOutput, WorkerProcess, WorkerRecord
-from bandmaster.hosts.agent import AgentServer, Host
+from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import FOR_MESSAGES, connect, in_memory
 from bandmaster.hosts.links import Agent, AgentLinks
@@ -81,7 +81,8 @@ class SimulatedHosts(MachineBackend):
         missing = [node for node in dict.fromkeys(nodes) if node not in self._links.agents]
         for node, (address, pid) in zip(missing, self._started(len(missing)), strict=True):
             link = connect(address, self._links.secret, FOR_MESSAGES)
-            self._links.add(Agent(link, node, f"host{node}", address, pid))
+            with self._links.lock:
+                self._links.add(Agent(link, node, f"host{node}", address, pid))
         agents = [self._links.agents[node] for node in nodes]
         workers = AgentWorkers(f"{launch.group} {next(self._names)}", self._links, agents)
         workers.hold_agents()
@@ -103,11 +104,9 @@ class SimulatedHosts(MachineBackend):
         return [((host, port), pid) for host, port, pid in said]
 
 
-class _SimulatedHost(Host):
-    def start(self, said: tuple[Launch, Sequence[int]], shows: ShowOutput) -> tuple[_Ranks, Sequence[int]]:
-        """Create the workers of some ranks in this process."""
-        launch, ranks = said
-        return _Ranks(launch, ranks), ranks
+def _begun(said: tuple[Launch, Sequence[int]], shows: ShowOutput) -> tuple[_Ranks, Sequence[int]]:
+    """The workers of some ranks, in this process."""
+    return _Ranks(*said), said[1]
 
 
 class _Ranks(InProcessWorkers):
@@ -134,7 +133,7 @@ class _Ranks(InProcessWorkers):
 
 
 def _agent(secret: Secret) -> None:
-    server = AgentServer(secret, "127.0.0.1", _SimulatedHost(), "a test")
+    server = AgentServer(secret, "127.0.0.1", "a test", _begun)
     os.write(1, f"{json.dumps([*server.address, os.getpid()])}\n".encode())  # one write, as other agents write too
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)  # takes its number

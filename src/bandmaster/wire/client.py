@@ -25,6 +25,7 @@ from bandmaster.wire.messages import (
     TIMES_NBYTES,
     Receiver,
     ReplyKind,
+    SmallReply,
     header_of,
     outcome_of,
     read_content,
@@ -32,7 +33,7 @@ from bandmaster.wire.messages import (
 from bandmaster.wire.poller import Poller
 
 _VALUE, _SEVERAL, _REPORT = ReplyKind.VALUE, ReplyKind.SEVERAL, ReplyKind.REPORT
-_TIMED, _TIMES, _NOTHING = ReplyKind.TIMED, ReplyKind.TIMES, ReplyKind.NOTHING
+_TIMED, _NOTHING = ReplyKind.TIMED, ReplyKind.NOTHING
 
 
 class MessageTicket(contract.Ticket):
@@ -40,14 +41,12 @@ class MessageTicket(contract.Ticket):
 
     Attributes:
         number: Number of the message.
-        is_done: Whether it was replied to, or will not be.
-        is_dropped: Whether it was not sent, and will not be.
         outcome: The reply to a call: payload, kept rows or failure; what an agent answers; None before it has come, and
             for a value that was dropped.
         holds: The rows that must not be released before the reply has come.
     """
 
-    __slots__ = ("holds", "is_done", "is_dropped", "number", "outcome")
+    __slots__ = ("holds", "number")
 
     def __init__(self, number: int) -> None:
         self.on_done = self.times = None
@@ -75,11 +74,14 @@ class Client:
         deaths: The ranks whose processes have ended, and how.
         reports: What the workers have reported of themselves.
         lock: Guards all state.
+        ranks_are_own: True.
 
     Args:
         poller: Where what arrives is waited for.
         numbers: The numbers of messages.
     """
+
+    ranks_are_own = True
 
     def __init__(self, poller: Poller, numbers: Iterator[int]) -> None:
         self.deaths: dict[int, Failure] = {}
@@ -194,17 +196,15 @@ class Client:
                 ticket.on_done()
         return is_first
 
-    def _take_several(self, rank: int, replies: Sequence[tuple[int, int, Any]], receiver: Receiver) -> bool:
+    def _take_several(self, rank: int, replies: Sequence[SmallReply], receiver: Receiver) -> bool:
         """Take replies to requests of a rank."""
         requests = self._requests[rank]
-        for number, kind, content in replies:
+        for number, kind, content, times in replies:
             if kind == _REPORT:
                 self.reports.take(rank, content)
-                continue
-            ticket = requests.get(number) if kind == _TIMES else requests.pop(number, None)
-            if ticket is not None and kind == _TIMES:
-                ticket.times = content, time.monotonic_ns()
-            elif ticket is not None:
+            elif (ticket := requests.pop(number, None)) is not None:
+                if times is not None:
+                    ticket.times = times, time.monotonic_ns()
                 self._finish(ticket, Payload(content) if kind == _VALUE else outcome_of(kind, content, receiver))
         return True
 

@@ -300,7 +300,7 @@ class LaneClient(Client):
         try:
             body = lane.receive(block=False)
         except Closed:
-            self._note_death(rank)
+            self.note_death(rank)
             return
         if body is not None:
             if not self._take_reply((rank,), body, lane):  # a worker that was interrupted as it replied replies twice
@@ -396,17 +396,13 @@ class LaneClient(Client):
             return True
 
     def add(self, rank: int, sock: socket.socket, pid: int) -> None:
-        """Reach a rank by a lane from here on, in place of the one that it may have had before it died.
+        """Reach a rank by a lane from here on, in place of the one that it had before it died; the lock is held.
 
         Args:
             rank: The rank.
             sock: This end of the lane; it is owned from here on.
             pid: The process of the worker.
         """
-        with self.lock:
-            self._add(rank, sock, pid)
-
-    def _add(self, rank: int, sock: socket.socket, pid: int) -> None:
         before = self._lanes.pop(rank, None)
         if before is not None:
             self._poller.ignore(before.fileno())
@@ -419,16 +415,6 @@ class LaneClient(Client):
         self._poller.watch(sock.fileno(), partial(self._take, rank))
         self.deaths.pop(rank, None)
         self.reports.pop(rank, None)
-
-    def note_death(self, rank: int, failure: Failure | None = None) -> None:
-        """Note the death of a rank that its lane has not told of yet, or that has no lane.
-
-        Args:
-            rank: The rank.
-            failure: How it died, or is about to be killed; by default this asks for it.
-        """
-        with self.lock:
-            self._note_death(rank, failure)
 
     def close(self, why: str = CLOSED) -> None:
         """Hang up on every worker; threads that wait are told that the workers are gone."""
@@ -456,9 +442,15 @@ class LaneClient(Client):
         while rank not in self.deaths and len(open_here) + len(requests) < n_open:
             n_open = len(open_here) + len(requests)
             self._take(rank, 0)
-        self._note_death(rank)
+        self.note_death(rank)
 
-    def _note_death(self, rank: int, failure: Failure | None = None) -> None:
+    def note_death(self, rank: int, failure: Failure | None = None) -> None:
+        """Note the death of a rank, which its lane need not have told of; the lock is held.
+
+        Args:
+            rank: The rank.
+            failure: How it died, or is about to be killed; by default this asks for it.
+        """
         if rank not in self.deaths:
             self.deaths[rank] = failure or self._how_it_died(rank)
             if rank in self._lanes:

@@ -47,6 +47,9 @@ header_of = _HEADER.unpack_from  # kind and number of a body
 CallContent = tuple[str, int, Sequence[Any], Sequence[tuple[int, Any]], Any]
 
 
+SmallReply = tuple[int, int, Any, bytes | None]  # of `ReplyKind.SEVERAL`
+
+
 class Closed(Exception):
     """Raised when the other end is gone."""
 
@@ -77,9 +80,8 @@ class ReplyKind:
     PART = 2  # pickled: the part that names the value's payload
     ROWS = 4  # pickled: the part that names the value's payload, which is kept, and its `RowFacts`
     FAILURE = 3  # pickled: the part that names the payload of a `Failure`
-    SEVERAL = 5  # pickled: number, kind, and what the kind says of each of several small replies; its own number is 0
+    SEVERAL = 5  # pickled: number, kind, what the kind says, and times or None of several small replies; its own is 0
     REPORT = 6  # pickled: what the worker has reported of itself, `Worker` says how; its own number is 0
-    TIMES = 7  # only among `SEVERAL`: the times of the request whose reply comes next, packed as `contract.TIMES`
     TIMED = 128  # added to the others: the times of the worker are behind what they say
 
 
@@ -167,11 +169,6 @@ def as_fit(items: Sequence[T], nbytes_of: Callable[[T], int]) -> Iterator[Sequen
         nbytes += more
     if items:
         yield items[start:]
-
-
-def several_replies(replies: Sequence[tuple[int, int, Any]]) -> bytes:
-    """Several small replies in one: number, kind and content of each."""
-    return _START.pack(0, ReplyKind.SEVERAL, _UNANSWERED) + pickle.dumps(replies, protocol=5)
 
 
 def read_content(body: memoryview) -> Any:

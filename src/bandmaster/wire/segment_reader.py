@@ -115,11 +115,6 @@ class RowReader(NamedTuple):
     file: KeptFile | None = None
     present: Any = None
 
-    @classmethod
-    def of(cls, lease: SegmentLease, present: Any = None) -> RowReader:
-        """The reader of a kept segment."""
-        return cls(lease.payload, lease.file, present=present)
-
 
 RowReaders = Mapping[int, RowReader]  # by the labels that the arguments of a call use
 NO_ROWS: RowReaders = MappingProxyType({})

@@ -37,8 +37,8 @@ def readable(text: str) -> str:
     """The stack of the thread that runs the methods, without this library's outermost frames, or that it is idle; of
     the coroutine that it waits for; of other threads that run a user's code, and of other tasks; and calls that it
     waits for."""
-    awaited, tasks, *more = _told(text, TASKS) or ("", "")
-    more.append(_told(text, COLLECTIVES))
+    awaited, tasks, *more = told(text, TASKS) or ("", "")
+    more.append(told(text, COLLECTIVES))
     text = text.partition(TASKS)[0].partition(COLLECTIVES)[0]
     threads = list(_threads(text))
     others = [frames for heading, frames in threads if not heading.startswith(_CURRENT) and any(map(_is_users, frames))]
@@ -50,15 +50,10 @@ def readable(text: str) -> str:
     return with_source_lines("\n".join(filter(None, [stacks, tasks, *more])))
 
 
-def _told(text: str, mark: str) -> Any:
+def told(text: str, mark: str) -> Any:
     """The texts that a worker tells behind a mark; None if they are not there, or not whole."""
-    told, is_whole, _ = text.partition(mark)[2].partition("\n")  # a worker that is asked by several tells all of them
-    return json.loads(told) if is_whole else None
-
-
-def tells_of_collectives(text: str) -> bool:
-    """Whether all that a worker tells of its operations in process groups is there."""
-    return _told(text, COLLECTIVES) is not None
+    said, is_whole, _ = text.partition(mark)[2].partition("\n")  # a worker that is asked by several tells all of them
+    return json.loads(said) if is_whole else None
 
 
 def can_tell_of_tasks(text: str) -> bool:
@@ -66,11 +61,6 @@ def can_tell_of_tasks(text: str) -> bool:
     mine = [frames for heading, frames in _threads(text) if heading.startswith(_CURRENT)]
     ends = _NEXT_CALL, _AT_THE_FENCE, _NEXT_REQUEST, _REPLIES
     return any(_places(frames[-2:]).endswith(ends) or _AWAITS in _places(frames[-4:]) for frames in mine)
-
-
-def tells_of_tasks(text: str) -> bool:
-    """Whether all that a worker tells of tasks is there."""
-    return "\n" in text.partition(TASKS)[2]
 
 
 def _threads(text: str) -> Iterator[tuple[str, list[re.Match[str]]]]:

@@ -42,14 +42,7 @@ from bandmaster.errors.failure import IN_DEBUGGER
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.proc import cpu_s_of_family, descriptors, is_runnable, pids, stat
-from bandmaster.wire.stacks import (
-    COLLECTIVES,
-    TASKS,
-    can_tell_of_tasks,
-    readable,
-    tells_of_collectives,
-    tells_of_tasks,
-)
+from bandmaster.wire.stacks import COLLECTIVES, TASKS, can_tell_of_tasks, readable, told
 
 _LAST_SIGNAL = int(getattr(signal, "SIGRTMAX", 64))  # there is none on systems where no worker has its own process
 INTERRUPT_SIGNAL = _LAST_SIGNAL - 7
@@ -197,7 +190,7 @@ def _write(pid: int, word: int, number: int) -> None:
         os.pwrite(page, number.to_bytes(8, "little"), word * 8)
 
 
-def stacks(pids: Sequence[int], timeout_s: float = STACKS_TIMEOUT_S) -> dict[int, str]:
+def stacks(pids: Sequence[int]) -> dict[int, str]:
     """The Python stacks of workers, innermost frame last, as far as they could be had in time."""
     with contextlib.ExitStack() as close_all:
         pages: dict[int, int] = {}
@@ -207,19 +200,19 @@ def stacks(pids: Sequence[int], timeout_s: float = STACKS_TIMEOUT_S) -> dict[int
                 os.ftruncate(page, PAGE_NBYTES)
                 _signal(pid, STACKS_SIGNAL)
                 pages[pid] = page
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + STACKS_TIMEOUT_S
         texts = _settled(pages, deadline)
         tellers = {pid: _word(page, TELLER) for pid, page in pages.items()}
         asked = {pid: pages[pid] for pid, thread in tellers.items() if thread}
         for pid in asked:
             with contextlib.suppress(OSError):
                 _signal(pid, STACKS_SIGNAL, tellers[pid])
-        texts.update(_told(asked, tells_of_collectives, deadline))
+        texts.update(_told(asked, COLLECTIVES, deadline))
         waiting = {pid: page for pid, page in pages.items() if can_tell_of_tasks(texts[pid])}
         for pid in waiting:
             with contextlib.suppress(OSError):
                 _signal(pid, INTERRUPT_SIGNAL)
-        texts.update(_told(waiting, tells_of_tasks, deadline))
+        texts.update(_told(waiting, TASKS, deadline))
         for page in pages.values():  # an interrupt is not to tell of tasks
             os.ftruncate(page, PAGE_NBYTES)
     shown = {pid: readable(text) for pid, text in texts.items() if text}
@@ -227,11 +220,13 @@ def stacks(pids: Sequence[int], timeout_s: float = STACKS_TIMEOUT_S) -> dict[int
     return {**shown, **{pid: heading + shown.get(pid, "") for pid in in_debuggers(pids)}}
 
 
-def _told(pages: dict[int, int], is_told: Callable[[str], bool], deadline: float) -> dict[int, str]:
-    """The text behind each page, once all that was asked for is there, or the time is over."""
-    while not all(map(is_told, (told := _texts(pages)).values())) and time.monotonic() < deadline:
+def _told(pages: dict[int, int], mark: str, deadline: float) -> dict[int, str]:
+    """The text behind each page, once what follows a mark is there in all, or the time is over."""
+    texts = _texts(pages)
+    while any(told(text, mark) is None for text in texts.values()) and time.monotonic() < deadline:
         time.sleep(_SETTLED_S)
-    return told
+        texts = _texts(pages)
+    return texts
 
 
 def _word(page: int, word: int) -> int:

@@ -35,62 +35,60 @@ class EventLoopThread:
     Tasks that a method leaves behind continue between calls. It also works if the calling thread runs an event loop
     itself, as in a notebook.
 
+    Attributes:
+        loop: The event loop, for what runs on it.
+
     Args:
         activity: Shows how many tasks there are.
     """
 
     def __init__(self, activity: ActivityWords) -> None:
-        self._loop, self._words = asyncio.new_event_loop(), activity.words
-        self._loop.set_task_factory(self._made)
-        self._loop.set_exception_handler(self._is_collected)
+        self.loop, self._words = asyncio.new_event_loop(), activity.words
+        self.loop.set_task_factory(self._made)
+        self.loop.set_exception_handler(self._is_collected)
         self._failed: deque[weakref.ref[asyncio.Task[Any]]] = deque(maxlen=MOST_DEAD)
         self._collected: deque[str] = deque(maxlen=MOST_DEAD)  # what is known of tasks that were collected
         self._is_closed = False
         try:
             self._thread = start_thread("bandmaster-async-methods", self._serve)
         except BaseException:
-            self._loop.close()
+            self.loop.close()
             raise
 
     def _serve(self) -> None:
         while not self._is_closed:
             with suppress(SystemExit, KeyboardInterrupt):  # of a coroutine, raised in its caller too: the loop goes on
-                self._loop.run_forever()
+                self.loop.run_forever()
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run a coroutine."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop, for what runs on it."""
-        return self._loop
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, function: Callable[..., object], *args: Any) -> None:
         """Call a function on the event loop: now, if this is its thread."""
         if get_ident() == self._thread.ident:
             function(*args)
         else:
-            self._loop.call_soon_threadsafe(function, *args)
+            self.loop.call_soon_threadsafe(function, *args)
 
     def close(self) -> None:
         """Cancel all tasks and end the thread."""
         self._is_closed = True
-        self._loop.call_soon_threadsafe(self._end)  # in its own thread: another loop may run in this one
+        self.loop.call_soon_threadsafe(self._end)  # in its own thread: another loop may run in this one
         self._thread.join()
-        self._loop.close()
+        self.loop.close()
 
     def _end(self) -> None:
-        for task in asyncio.all_tasks(self._loop):
+        for task in asyncio.all_tasks(self.loop):
             task.cancel()
-        self._loop.call_soon(self._loop.stop)  # behind what that has scheduled
+        self.loop.call_soon(self.loop.stop)  # behind what that has scheduled
 
     def told(self, awaited: Coroutine[Any, Any, Any] | None) -> tuple[str, str]:
         """Tell where a coroutine waits, and of the other tasks: two texts. Any thread may call this.
 
         Tasks that wait at the same place are counted. Those that have died are told of as long as nobody has seen why.
         """
-        others = [task.get_coro() for task in asyncio.all_tasks(self._loop) if task.get_coro() is not awaited]
+        others = [task.get_coro() for task in asyncio.all_tasks(self.loop) if task.get_coro() is not awaited]
         stacks = Counter(filter(None, map(_stack, others))).most_common()  # none of those that wait for items
         running = _running(self._thread.ident)
         said = [f"  the event loop runs:\n{running}"] if running else []

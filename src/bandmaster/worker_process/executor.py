@@ -3,7 +3,7 @@
 ::
 
     call ── begun: decode the arguments, rows of other calls included ── a method of the worker, or one of `own_methods`
-         ── _value: wait for a coroutine on the worker's event loop ── encode the value, or describe the failure
+         ── wait for a coroutine on the worker's event loop ── encode the value, or describe the failure
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import importlib
 import json
 import os
 import pickle
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from time import monotonic, monotonic_ns
 from types import CoroutineType
@@ -124,7 +124,11 @@ class Executor:
         self.times, self._marks = None, [monotonic_ns()] if is_timed else None
         try:
             try:
-                value = self._value(method, parts, rows)
+                args, kwargs, value = self.begun(method, parts, rows)
+                if type(value) is CoroutineType:
+                    value = self.wait_for(value)
+                if self.after:
+                    self.call_hooks(self.after, method, args, kwargs)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # the user's code may raise anything, SystemExit included
@@ -141,15 +145,6 @@ class Executor:
         finally:
             activity.words[RUNNING], self._marks = 0, None
             outcome = None  # the error of a failure refers to this frame, and to later ones, which have the arguments
-
-    def _value(self, method: str, parts: Arguments, rows: RowReaders) -> Any:
-        """The value of a method. An async method is awaited."""
-        args, kwargs, value = self.begun(method, parts, rows)
-        if type(value) is CoroutineType:
-            value = self.wait_for(value)
-        if self.after:
-            self.call_hooks(self.after, method, args, kwargs)
-        return value
 
     def begun(self, method: str, parts: Arguments, rows: RowReaders) -> tuple[Sequence[Any], dict[Any, Any], Any]:
         """The arguments of a method, and what it returns: a coroutine if it is async."""
@@ -252,8 +247,18 @@ class Executor:
 
     def _construct(self, parts: Arguments) -> None:
         assert self._context is not None, "it was set before the first call"
-        with _explained_imports():
+        try:
             cls, args, kwargs = load_class(self._merge, parts)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"{error}: the worker class or an argument of its constructor needs this module, which the worker on "
+                f"{os.uname().nodename} (working directory {os.getcwd()}) cannot import, although the controller can; "
+                "install it on that host; or put it into a folder that both hosts have, at the same path, and that is "
+                "in the controller's sys.path; or have Ray copy it: ray.init(runtime_env={'working_dir': '.'}) before "
+                "the pool is made; see docs/start-up.md",
+                name=error.name,
+                path=error.path,
+            ) from error
         self.worker = make_worker(cls, self._context, args, kwargs)
 
     def _run(self, function: Callable[..., object], /, *args: Any, **kwargs: Any) -> None:
@@ -267,6 +272,8 @@ class Executor:
 
     def begun_generator(self, args: Sequence[Any], kwargs: dict[str, Any], kind: Any) -> Any:
         """The generator that a method returns, whose name is among the keyword arguments; raises if it has no yield."""
+        if self.worker is None:
+            raise RuntimeError(NOT_CONSTRUCTED)
         generator = getattr(self.worker, kwargs.pop(METHOD))(*args, **kwargs)
         if not isinstance(generator, kind):
             raise TypeError(f"a method with yield returned {type(generator).__name__} instead of a generator")
@@ -375,23 +382,6 @@ _OWN_METHODS: dict[str, Callable[..., Any]] = {
     NEXT: Executor._next_item,
     CLOSE_STREAM: Executor._close_stream,
 }
-
-
-@contextmanager
-def _explained_imports() -> Iterator[None]:
-    """Explain why a module is not found while the worker class and the arguments of its constructor are loaded."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{error}: the worker class or an argument of its constructor needs this module, which the worker on "
-            f"{os.uname().nodename} (working directory {os.getcwd()}) cannot import, although the controller can; "
-            "install it on that host; or put it into a folder that both hosts have, at the same path, and that is in "
-            "the controller's sys.path; or have Ray copy it: ray.init(runtime_env={'working_dir': '.'}) before the "
-            "pool is made; see docs/start-up.md",
-            name=error.name,
-            path=error.path,
-        ) from error
 
 
 async def _closed(generator: AsyncGenerator[Any, Any]) -> None:

@@ -25,18 +25,17 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from bandmaster.backends.host_workers import HostShare
+from bandmaster.backends.host_workers import HostShare, HostWorkers
 from bandmaster.backends.local import LocalBackend, default_modules
 from bandmaster.backends.ray.session import START_TIMEOUT_S, RaySession
 from bandmaster.callers.door import Door
 from bandmaster.callers.passed import PassedCalls
 from bandmaster.contract import NOT_STARTED, Launch, ShowOutput
 from bandmaster.errors import ClosedError, PlacementError
-from bandmaster.hosts.agent import AgentServer, Host
+from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Refused, Secret
-from bandmaster.hosts.link import FOR_MESSAGES, connect
+from bandmaster.hosts.link import FOR_MESSAGES, Address, connect
 from bandmaster.hosts.links import Agent, AgentLinks
-from bandmaster.hosts.ranks import WorkersHere
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import run_if_free
@@ -46,6 +45,8 @@ END_TIMEOUT_S = 2.0  # for Ray to end an agent
 PROBE_TIMEOUT_S = 3.0  # for a host to take a connection
 PATIENCE_S = 24 * 3600.0  # of an agent, for its controller to connect: Ray ends it if the controller ends before
 _log = logging.getLogger(__name__)
+
+Place = tuple[str, Address, int]  # of an agent: the name of its host, where it listens, and its process
 
 
 class AgentKey(NamedTuple):
@@ -60,50 +61,36 @@ class AgentKey(NamedTuple):
     runtime_env: str = ""
 
 
-class Opening(NamedTuple):
-    """The facts about a controller that its agents need.
-
-    Attributes:
-        secret: What both ends of a link prove.
-        controller: What messages call the controller.
-        paths: Its ``sys.path``.
-        argv: Its ``sys.argv``.
-        modules: What a zygote imports by default.
-    """
-
-    secret: Secret
-    controller: str
-    paths: Sequence[str]
-    argv: Sequence[str]
-    modules: Sequence[str]
-
-
-class AgentFacts(NamedTuple):
-    """The location of an agent.
-
-    Attributes:
-        address: Where it listens.
-        host: Name of its host.
-        pid: Its process.
-    """
-
-    address: tuple[str, int]
-    host: str
-    pid: int
-
-
 class BandmasterAgent:
     """The actor of an agent."""
 
-    def bandmaster_open(self, opening: Opening) -> AgentFacts:
-        """Listen for the controller, and serve it until it is gone; then this process ends, and the workers with it."""
+    def bandmaster_open(
+        self, secret: Secret, controller: str, paths: Sequence[str], argv: Sequence[str], modules: Sequence[str]
+    ) -> Place:
+        """Listen for the controller, and serve it until it is gone; then this process ends, and the workers with it.
+
+        Args:
+            secret: What both ends of a link prove.
+            controller: What messages call the controller.
+            paths: Its ``sys.path``.
+            argv: Its ``sys.argv``.
+            modules: What a zygote imports by default.
+        """
         address = ray.util.get_node_ip_address()
-        sys.path.extend(path for path in opening.paths if path not in sys.path and os.path.isdir(path))
-        sys.argv[:] = opening.argv
-        server = AgentServer(opening.secret, address, _RayHost(opening, address), opening.controller)
+        sys.path.extend(path for path in paths if path not in sys.path and os.path.isdir(path))
+        sys.argv[:] = argv
+        local = LocalBackend(are_zygotes_kept=True)
+        local.prepare(modules)
+
+        def start(said: tuple[Launch, HostShare], shows: ShowOutput) -> tuple[HostWorkers, Sequence[int]]:
+            launch, share = said
+            return local.start_ranks(launch, replace(share, address=address), (), shows), share.ranks
+
+        # at the end, zygotes wait for their workers: where nobody waits for orphans, these would stay as zombies
+        server = AgentServer(secret, address, controller, start, local.close)
         os.environ[AGENTS_DOOR] = Door(PassedCalls(server)).address
         start_thread("bandmaster-agent", self._serve, server)
-        return AgentFacts(server.address, os.uname().nodename, os.getpid())
+        return os.uname().nodename, server.address, os.getpid()
 
     @staticmethod
     def _serve(server: AgentServer) -> None:
@@ -113,22 +100,6 @@ class BandmasterAgent:
             _log.exception("the agent of this host has failed")
         finally:
             os._exit(0)
-
-
-class _RayHost(Host):
-    def __init__(self, opening: Opening, address: str) -> None:
-        self._address = address
-        self._local = LocalBackend(are_zygotes_kept=True)
-        self._local.prepare(opening.modules)
-
-    def start(self, said: tuple[Launch, HostShare], shows: ShowOutput) -> tuple[WorkersHere, Sequence[int]]:
-        """Fork the workers of some ranks."""
-        launch, place = said
-        return self._local.start_ranks(launch, replace(place, address=self._address), (), shows), place.ranks
-
-    def close(self) -> None:
-        """End the zygotes and their workers: where nobody waits for orphans, they would stay as zombies."""
-        self._local.close()
 
 
 class RayAgents:
@@ -171,9 +142,7 @@ class RayAgents:
         keys = [by_rank[rank] for rank in range(len(launch.slots))]
 
         def said(ranks: Sequence[int]) -> tuple[Launch, HostShare]:
-            place = places[keys[ranks[0]]]
-            gpus = {rank: place.gpus[rank] for rank in ranks}
-            return launch.sent(), replace(place, ranks=tuple(ranks), gpus=gpus)
+            return launch.sent(), replace(places[keys[ranks[0]]], ranks=tuple(ranks))
 
         workers: AgentWorkers | None = None
         try:
@@ -215,14 +184,15 @@ class RayAgents:
         for key in keys:
             self._open(links, key)
         for key in [key for key in keys if key in self._opened]:
-            facts: AgentFacts | None = None
+            place: Place | None = None
             try:
-                facts = ray.get(self._opened.pop(key), timeout=START_TIMEOUT_S)
-                link = connect(facts.address, links.secret, FOR_MESSAGES)
-                links.add(Agent(link, key, facts.host, facts.address, facts.pid))
+                host, address, pid = place = ray.get(self._opened.pop(key), timeout=START_TIMEOUT_S)
+                link = connect(address, links.secret, FOR_MESSAGES)
+                with links.lock:
+                    links.add(Agent(link, key, host, address, pid))
             except (RayError, OSError, Refused) as error:
                 self._is_due = True
-                raise _unreachable(key, facts, error) from error
+                raise _unreachable(key, place, error) from error
         return {key: links.agents[key] for key in keys}
 
     def _begin(self) -> AgentLinks:
@@ -238,13 +208,12 @@ class RayAgents:
         if key in links.agents or key in self._opened:
             return
         me = f"pid {os.getpid()} on {socket.gethostname()}"
-        paths, modules = tuple(sys.path), default_modules()
-        opening = Opening(links.secret, me, paths, tuple(sys.argv), modules)
         strategy = NodeAffinitySchedulingStrategy(key.node, soft=False)
         more = {"runtime_env": json.loads(key.runtime_env)} if key.runtime_env else {}
         made = ray.remote(BandmasterAgent).options(num_cpus=0, scheduling_strategy=strategy, max_restarts=0, **more)
         self._actors[key] = made.remote()
-        self._opened[key] = self._actors[key].bandmaster_open.remote(opening)
+        said = links.secret, me, tuple(sys.path), tuple(sys.argv), default_modules()
+        self._opened[key] = self._actors[key].bandmaster_open.remote(*said)
 
     def lost_nodes(self) -> set[str]:
         """The nodes that cannot be reached, of those whose agents are gone although they were not ended."""
@@ -286,7 +255,8 @@ class RayAgents:
                 ray.kill(actor)  # before its link ends, at which it would end by itself: Ray would report that
             if agent is not None:
                 agent.await_end(END_TIMEOUT_S)
-                self._links.remove(agent)
+                with self._links.lock:
+                    self._links.lose(agent)
         if not self._actors:
             self._close()
 
@@ -296,13 +266,13 @@ class RayAgents:
             links.close()
 
 
-def _unreachable(key: AgentKey, facts: AgentFacts | None, error: Exception) -> PlacementError:
+def _unreachable(key: AgentKey, place: Place | None, error: Exception) -> PlacementError:
     reason = str(error).strip().split("\n")[0] or type(error).__name__
-    if facts is None:
+    if place is None:
         return PlacementError(f"Ray could not start the agent of node {key.node}, which starts its workers: {reason}")
-    host, port = facts.address
+    host, (address, port), _ = place
     return PlacementError(
-        f"this process cannot connect to the agent on host {facts.host} at {host}:{port}, which starts the workers "
+        f"this process cannot connect to the agent on host {host} at {address}:{port}, which starts the workers "
         f"there: {reason}; let the hosts of the cluster connect to each other on all ports, and see `bandmaster doctor "
         "--ray`"
     )

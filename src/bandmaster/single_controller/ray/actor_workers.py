@@ -218,9 +218,9 @@ class ActorWorkers:
                 error,
             )
             return
-        for rank, sock in sockets.items():
-            self._client.add(rank, sock, self._infos[rank].pid)
         with self._lock:
+            for rank, sock in sockets.items():
+                self._client.add(rank, sock, self._infos[rank].pid)
             self._has_lane.update(sockets)
 
     def _connected(self, ranks: Sequence[int]) -> dict[int, socket.socket]:
@@ -494,7 +494,8 @@ class ActorWorkers:
     def _kill(self, ranks: Sequence[int], why: str) -> None:
         """Kill the actors of ranks at once."""
         for rank in ranks:
-            self._client.note_death(rank, replace(self._death(rank, why), kind=FailureKind.CANCELLED))
+            with self._lock:
+                self._client.note_death(rank, replace(self._death(rank, why), kind=FailureKind.CANCELLED))
             if self._session.is_current:
                 ray.kill(self.actors[rank])
             self._has_lane.discard(rank)
@@ -516,7 +517,8 @@ class ActorWorkers:
         """Record the death of an actor that Ray reported, and return it as a failure."""
         if error is not None:
             self._told.setdefault(rank, error)
-        self._client.note_death(rank)
+        with self._lock:
+            self._client.note_death(rank)
         return self.deaths[rank]
 
     def _how_it_died(self, rank: int) -> Failure:
