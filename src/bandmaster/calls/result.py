@@ -161,8 +161,10 @@ class Result(ABC):
         """Join kept rows that arrived with the replies, so that `done` has the error if they cannot be joined."""
 
 
-class WatchedResult(Result):
-    """A result that workers send, which the thread of `bandmaster.calls.progress` reads if it is asked to.
+class RowsResult(Result):
+    """A result that workers send, and whose rows they may keep.
+
+    The thread of `bandmaster.calls.progress` reads it if it is asked to.
 
     Attributes:
         workers: The workers.
@@ -173,6 +175,8 @@ class WatchedResult(Result):
     workers: Workers
     due: float | None = None
     is_watched: bool = False
+    _rows: KeptRows | None = None
+    _interrupted: Set[int | None] = frozenset()  # ranks whose values have raised KeyboardInterrupt as they were decoded
 
     def read_in_background(self) -> None:
         """Let that thread read its replies until it is done."""
@@ -196,10 +200,6 @@ class WatchedResult(Result):
         self.tell()
         return True
 
-
-class RowsResult(WatchedResult):
-    """A result whose rows workers may keep."""
-
     @property
     def state(self) -> str:
         """Its state in words, for the repr of its future."""
@@ -207,9 +207,6 @@ class RowsResult(WatchedResult):
             return super().state
         ranks = ", ".join(map(str, self.missing))
         return f"{'cancelled, ' if self.is_cancelled else ''}waiting for rank {ranks}" if ranks else "done"
-
-    _rows: KeptRows | None = None
-    _interrupted: Set[int | None] = frozenset()  # ranks whose values have raised KeyboardInterrupt as they were decoded
 
     def table(self) -> Table:
         """The rows that were kept; it is done, without an error.

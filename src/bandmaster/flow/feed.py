@@ -105,7 +105,7 @@ class Feed(Result):
 
     def __init__(self, site: CallSite, submitter: Submitter, how: FlowOptions, keeps_rows: bool = False) -> None:
         super().__init__(site, keeps_rows)
-        self.work, self.workers = submitter.work, submitter.workers
+        self.work, self.workers = submitter.work, submitter.workers()
         self.arrivals = Arrivals()
         self.parents: Sequence[Future[Any]] = ()
         self._submitter, self._how = submitter, how
@@ -154,7 +154,7 @@ class Feed(Result):
         if not parents:
             made = plan()
             plan = lambda: made  # noqa: E731
-        with self._submitter.admitted(self.site.method):
+        with self._submitter.gate.admitted(self.site.method):
             self._plan, self.parents = plan, tuple(parents)
             self.work.add_in_parts(self)
             try:

@@ -77,7 +77,7 @@ class Items(Values):
                 f"{self._spec.label} yields items, from which padding cannot be removed; split without pad=True"
             )
         self._rows, found, self._stream = plan.real_rows, self._shares(plan), uuid.uuid4().hex
-        name = ((STREAM, self._stream), (METHOD, self._submitter.worker_method(self._spec.name)))
+        name = ((STREAM, self._stream), (METHOD, self._submitter.prefix + self._spec.name))
         named = CallPlan((*plan.groups, ArgumentGroup(name, ("stream", "method"), self._spec.ranks)))
         futures = self._call(found, OPEN_STREAM, named)
         self._unclosed = frozenset(found)
@@ -95,7 +95,7 @@ class Items(Values):
         return share in self._unclosed
 
     def _send_next(self, share: Share) -> Future[Any]:
-        with self._submitter.admitted(self._spec.label):
+        with self._submitter.gate.admitted(self._spec.label):
             return self._call([share], NEXT)[share]
 
     def _is_end(self, share: Share, future: Future[Any]) -> bool:

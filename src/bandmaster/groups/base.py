@@ -268,7 +268,7 @@ class AnyGroup(metaclass=ABCMeta):
             ...     group.cancel()  # no call is running
             0
         """
-        self._submitter.check_open()
+        self._ownership.check()
         name = self._name
         return self._submitter.work.cancel(lambda site: site.group == name or site.group.startswith(f"{name}."))
 
@@ -386,15 +386,14 @@ class AnyGroup(metaclass=ABCMeta):
             self._ownership.when_closed(partial(Door.take_back, self._key))
         work = self._submitter.work
         given = GivenGroup(self._name, partial(getattr, self), self._ownership.open_workers, lambda: work.renewed)
-        reference = reference_to(given, self._key, self._submitter.worker_method(""))
+        reference = reference_to(given, self._key, self._submitter.prefix)
         return called_group, (reference, self._cls, self._mesh, dict(self._meshes))
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._methods})
 
     def __repr__(self) -> str:
-        note = "" if (gate := self._submitter.gate) is None else gate.note
-        closed = note if self._ownership.is_open else ", closed"
+        closed = self._submitter.gate.note if self._ownership.is_open else ", closed"
         return f"<{type(self).__name__} {self._name} of {self.world_size} on {self._pool!r}, {self._mesh!r}{closed}>"
 
     def _repr_html_(self) -> str:

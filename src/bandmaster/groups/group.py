@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -149,7 +149,7 @@ class GroupOf(AnyGroup, Generic[W]):
                 log_level=level,
             )
             watch = _watch()
-            with self._renewal():
+            with self._submitter.gate.renewal():
                 self._start(self._launch)
             if watch is not None and self._ownership.workers().arrivals is not None:  # else the methods run here
                 self._ownership.when_closed(watch.soon.set)
@@ -171,10 +171,6 @@ class GroupOf(AnyGroup, Generic[W]):
             self._submitter.refused[REPLACE] = why_not
         if turn_hooks(cls):
             self._turn_taker()
-
-    def _renewal(self) -> AbstractContextManager[None]:
-        """The turn in which workers are constructed, if the group takes turns."""
-        return nullcontext() if (gate := self._submitter.gate) is None else gate.renewal()
 
     def _start(self, launch: Launch) -> None:
         """Start the workers. Subclasses extend the launch with options that users cannot set."""
@@ -211,14 +207,13 @@ class GroupOf(AnyGroup, Generic[W]):
                 "it; define the method, or call restart() without a state"
             )
         hook = self._same("on_restart", (state,), {}, self.world_size) if has_hook else None
-        with self._renewal(), self._changing:
+        with self._submitter.gate.renewal(), self._changing:
             self._launch = replace(self._launch, slots=self._pool._renewed())
             self._ownership.workers().stop("the group was restarted")
             self._end_watches()
             self._submitter.work.begin_anew()
             self._start(self._launch)
-            if (gate := self._submitter.gate) is not None:
-                gate.is_new()
+            self._submitter.gate.is_new()
             self._watch_again()
             if hook is not None:
                 self._on_all("on_restart", hook)
@@ -251,7 +246,7 @@ class GroupOf(AnyGroup, Generic[W]):
             raise UsageError(why_not)
         hook = self._same("on_replace", (rank, state), {}, self.world_size)
         check_not_held(self._changing)
-        with self._renewal(), self._changing:
+        with self._submitter.gate.renewal(), self._changing:
             self._check_alive_but(rank)
             self._submitter.work.cancel_all()
             self._check_alive_but(rank)
@@ -259,8 +254,7 @@ class GroupOf(AnyGroup, Generic[W]):
             with self._submitter.work.renewing(rank):
                 replace_worker(self._ownership.workers(), self._launch, self._constructor, rank)
                 self._watch_again()
-                if (gate := self._submitter.gate) is not None:
-                    gate.has_new(rank)
+                self._submitter.gate.has_new(rank)
                 self._on_all("on_replace", hook)
 
     def _why_not_replaced(self) -> str:
@@ -290,8 +284,7 @@ class GroupOf(AnyGroup, Generic[W]):
         self._ownership.close()
         self._end_watches()
         self._submitter.work.begin_anew()
-        if (gate := self._submitter.gate) is not None:
-            gate.is_closed()
+        self._submitter.gate.is_closed()
 
     def __enter__(self) -> Self:
         return self

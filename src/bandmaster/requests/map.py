@@ -185,7 +185,7 @@ class MapFeed(Feed):
         """Make the next request, and have `_flush` send it if there is a place for it."""
         number, label = self._n_sent, self.site.method
         is_gated = self.how.maxsize is not None  # then it is sent as the user takes others
-        with self._submitter.admitted(label) if is_gated else contextlib.nullcontext():
+        with self._submitter.gate.admitted(label) if is_gated else contextlib.nullcontext():
             arguments = Arguments.of(to_ranks(self._parts.of(number), ()), label).beside(self._whole)
             request = Request(self._each, arguments, self._router, keeps_rows=self.how.chunk is not None)
             request.tell_map = self.note

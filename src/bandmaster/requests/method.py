@@ -247,7 +247,7 @@ class RequestMethod(MethodOfGroup, Generic[P, G]):
         """Send a request. If no future is returned, as Ctrl-C or a deadline has come, it is cancelled."""
         future: Future[Any] = RequestFuture(request, self._group)
         try:
-            with self._submitter.admitted(self._spec.label):
+            with self._submitter.gate.admitted(self._spec.label):
                 router.submit(request, target)
         except BaseException:
             request.cancel()

@@ -28,6 +28,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from bandmaster.calls.future import Future
+from bandmaster.calls.hooks import OPEN, Gate
 from bandmaster.calls.request import CallRequest, CallSite
 from bandmaster.calls.submission import Submitter
 from bandmaster.errors import CallCancelled, CallTimeout, TurnTimeout, UsageError
@@ -261,7 +262,7 @@ class _State(Enum):
     BETWEEN = "between"  # a hook runs, or has failed
 
 
-class TurnTaker:
+class TurnTaker(Gate):
     """A group that takes turns on its slots: its state on its devices, and the check whether a call may be sent.
 
     Attributes:
@@ -313,8 +314,7 @@ class TurnTaker:
         """The turn in which the group's workers are constructed: rivals yield, and the group itself does not resume."""
         return Turn(None, [self], None, resumes=False)
 
-    @staticmethod
-    def is_closed() -> None:
+    def is_closed(self) -> None:
         """Wake waiting turns, because the group was closed."""
         with _changed:
             _changed.notify_all()
@@ -478,7 +478,7 @@ def turn_taker(
     cls: type, name: str, places: Iterable[Hashable], submitter: Submitter, ownership: Ownership
 ) -> TurnTaker:
     """The `TurnTaker` of a group; the first call makes it, and installs it as the gate of the group's calls."""
-    if submitter.gate is None:
+    if submitter.gate is OPEN:
         submitter.gate = TurnTaker(cls, name, frozenset(places), submitter, ownership)
     assert isinstance(submitter.gate, TurnTaker), "there is no other gate"
     return submitter.gate
