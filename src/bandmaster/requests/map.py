@@ -19,12 +19,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from bandmaster.calls.future import Claim, Future, claims_of
+from bandmaster.calls.future import Claim, Future, as_it_is, claims_of
 from bandmaster.calls.progress import progress
-from bandmaster.calls.request import CallSite, encode_argument
+from bandmaster.calls.request import CallSite
 from bandmaster.calls.result import Done
 from bandmaster.calls.spec import MethodSpec
-from bandmaster.codec import decode
 from bandmaster.errors import CallTimeout, ResourceError, RowsLost, UsageError
 from bandmaster.flow.feed import Feed
 from bandmaster.flow.stream import Stream
@@ -340,15 +339,8 @@ def open_map(feed: MapFeed, spec: MethodSpec, arguments: Sequence[BoundArgument]
     for argument in arguments:
         check_has_rows(argument.value, argument.name, spec.label)
     futures = [argument.value for argument in arguments if isinstance(argument.value, Future)]
-    given = [argument._replace(value=_as_it_is(argument, spec.label)) for argument in arguments]
+    given = [argument._replace(value=as_it_is(argument.value, argument.name, spec.label)) for argument in arguments]
     feed.claims = claims_of(futures, {})
     plan = partial(plan_parts, given, spec.registration.arguments, spec.label, feed.how)
     feed.start(plan, [future for future in futures if not future.done()])
     return Mapped(feed)
-
-
-def _as_it_is(argument: BoundArgument, method: str) -> Any:
-    """A copy of an argument, which later changes by the caller do not affect."""
-    if isinstance(argument.value, Future):
-        return argument.value
-    return decode(encode_argument(argument.value, argument.name, method).private())
