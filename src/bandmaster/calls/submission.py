@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from bandmaster.calls.call import Call, Failures
 from bandmaster.calls.future import Future
@@ -20,6 +20,7 @@ from bandmaster.calls.open_work import OpenWork
 from bandmaster.calls.options import FUNCTION, CallOptions, library
 from bandmaster.calls.request import CallRequest, CallSite, Collection, encode_group
 from bandmaster.calls.row_arguments import RowsElsewhere, refers_to_rows
+from bandmaster.calls.spec import MethodSpec
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, Ticket, WorkerCall, Workers
 from bandmaster.errors import UsageError
@@ -27,6 +28,9 @@ from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, alike
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import RealRows
 from bandmaster.plan.transfer import Gather, Only
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def orders_of(
@@ -270,3 +274,42 @@ class Submitter:
             mesh = self.meshes.get(method, self.mesh)
             site = self._sites[method] = CallSite(self.label(method), mesh, self._group, None, self.options)
         return site if options is None else site._replace(options=options)
+
+
+class AnyMethod:
+    """A registered method of a group with options, whether its calls go to all ranks or to one replica.
+
+    Attributes:
+        beside: Keyword arguments that are not the method's, but the library's.
+
+    Args:
+        group: The group, which lives as long as the futures.
+        submitter: Sends its calls.
+        spec: The method.
+        options: The limits of calls; None uses those of the group.
+        how: The other options; None uses the defaults.
+    """
+
+    beside: Sequence[tuple[str, Any]] = ()
+    _how: Any
+    _kind: str
+
+    def __init__(
+        self, group: object, submitter: Submitter, spec: MethodSpec, options: CallOptions | None = None, how: Any = None
+    ) -> None:
+        self._group, self._submitter, self._spec, self._options = group, submitter, spec, options
+        if how is not None:
+            self._how = how
+        self.__dict__.update(spec.described)
+
+    def _but(self, limits: Mapping[str, Any], how: Any) -> Self:
+        """A copy with some limits changed, and other options."""
+        options = self._submitter.options_but(self._options, limits)
+        return type(self)(self._group, self._submitter, self._spec, options, how)
+
+    def __reduce__(self) -> NoReturn:
+        self._submitter.__reduce__()
+
+    def __repr__(self) -> str:
+        spec = self._spec
+        return f"<{self._kind} {spec.label}{spec.signature}, {spec.registration.protocol!r}>"

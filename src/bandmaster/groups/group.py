@@ -38,8 +38,7 @@ from bandmaster.lifecycle.checks import (
 )
 from bandmaster.lifecycle.construction import replace_worker, start_workers
 from bandmaster.lifecycle.death_watch import DeathWatch
-from bandmaster.lifecycle.open_groups import add_group, close_former, open_groups
-from bandmaster.lifecycle.ownership import Ownership
+from bandmaster.lifecycle.ownership import Ownership, add_group, close_former, open_groups
 from bandmaster.plan.mesh import Mesh
 from bandmaster.platform.locks import check_not_held
 from bandmaster.pool import ResourcePool
@@ -200,12 +199,8 @@ class GroupOf(AnyGroup, Generic[W]):
         """
         check_not_held(self._changing)
         self._ownership.check()
+        self._check_state("restart", "on_restart", state)
         has_hook = callable(getattr(self._cls, "on_restart", None))
-        if state is not None and not has_hook:
-            raise UsageError(
-                f"restart() got a state, but {self._cls.__name__} has no method on_restart(self, state) to receive "
-                "it; define the method, or call restart() without a state"
-            )
         hook = self._same("on_restart", (state,), {}, self.world_size) if has_hook else None
         with self._submitter.gate.renewal(), self._changing:
             self._launch = replace(self._launch, slots=self._pool._renewed())
@@ -244,6 +239,7 @@ class GroupOf(AnyGroup, Generic[W]):
             raise UsageError(f"{self._name} has ranks 0 to {self.world_size - 1}, got rank {rank!r}")
         if why_not := self._why_not_replaced():
             raise UsageError(why_not)
+        self._check_state("replace", "on_replace", state, rank)
         hook = self._same("on_replace", (rank, state), {}, self.world_size)
         check_not_held(self._changing)
         with self._submitter.gate.renewal(), self._changing:
@@ -256,6 +252,14 @@ class GroupOf(AnyGroup, Generic[W]):
                 self._watch_again()
                 self._submitter.gate.has_new(rank)
                 self._on_all("on_replace", hook)
+
+    def _check_state(self, method: str, hook: str, state: Any, *args: Any) -> None:
+        """Raise UsageError if there is a state for ``method``, but no ``hook`` that receives it with ``args``."""
+        if state is not None and not callable(getattr(self._cls, hook, None)):
+            raise UsageError(
+                f"{method}() got a state, but {self._cls.__name__} has no method {hook}(self, state) to receive it; "
+                f"define the method, or call {method}() without a state"
+            )
 
     def _why_not_replaced(self) -> str:
         """The reason why no rank can be replaced; "" if each can."""

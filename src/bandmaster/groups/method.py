@@ -7,10 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from bandmaster.calls.future import Claim, Future, as_it_is, claims_of
-from bandmaster.calls.method import MethodOfGroup
 from bandmaster.calls.options import FLOW_NAMES, FlowOptions, MethodOptions
 from bandmaster.calls.request import CallRequest
 from bandmaster.calls.spec import MethodSpec
+from bandmaster.calls.submission import AnyMethod
 from bandmaster.errors import UsageError
 from bandmaster.plan.arguments import CallPlan, scatter
 from bandmaster.plan.binding import bind, dispatched
@@ -26,7 +26,7 @@ C = TypeVar("C", covariant=True)  # the return type of a call: its result, or it
 G = TypeVar("G", covariant=True)  # the result
 
 
-class GroupMethod(MethodOfGroup, Generic[P, C, G]):
+class GroupMethod(AnyMethod, Generic[P, C, G]):
     """A registered method of a worker group: call it, or `submit` it to get a `Future`."""
 
     _kind = "group method"
@@ -98,7 +98,7 @@ class GroupMethod(MethodOfGroup, Generic[P, C, G]):
         if parents or self._submitter.work.waiting:
             given = _as_they_are(self._spec, args, kwargs)
         plan = partial(_claimed, claims_of(*given), partial(self._plan, *given))
-        from bandmaster.flow.flow import Items, Values  # a feature
+        from bandmaster.flow.feed import Items, Values  # a feature
         from bandmaster.flow.stream import Stream
 
         kind = Items if self._spec.is_generator else Values
