@@ -22,7 +22,7 @@ from bandmaster.calls.request import CallRequest, CallSite, Collection, encode_g
 from bandmaster.calls.row_arguments import RowsElsewhere, refers_to_rows
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, Ticket, WorkerCall, Workers
+from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, WorkerCall, Workers
 from bandmaster.errors import UsageError
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, alike
 from bandmaster.plan.mesh import Mesh
@@ -77,12 +77,6 @@ def orders_of(
         if elsewhere is not None:
             elsewhere.note_in(record)
     return orders
-
-
-def _first_place(tickets: Mapping[int, Ticket]) -> int:
-    for ticket in tickets.values():
-        return ticket.place
-    return 0
 
 
 class Submitter:
@@ -179,7 +173,7 @@ class Submitter:
                 if orders:
                     self.work.add(call)
                     self.work.send_calls(workers, orders, call.tickets)
-                    call.place = _first_place(call.tickets)
+                    call.place = next((ticket.place for ticket in call.tickets.values()), 0)
                     if call.record is not None:
                         call.record.is_sent()
             except BaseException as error:
@@ -243,7 +237,7 @@ class Submitter:
                 self.work.send_calls(workers, orders, tickets)
             is_sent = True
         finally:
-            place = _first_place(tickets)
+            place = next((ticket.place for ticket in tickets.values()), 0)
             for share, call in calls.items():
                 call.real_rows, call.record = real_rows, record
                 call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
