@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from bandmaster.calls.progress import progress
 from bandmaster.calls.request import CallSite
 from bandmaster.contract import Workers
-from bandmaster.errors import CallTimeout, ResourceError, RowsLost
+from bandmaster.errors import CallTimeout, ResourceError, RowsLost, UsageError
 from bandmaster.errors.failure import Failure, stacks_by_equality
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.limits import start_thread
@@ -215,7 +215,12 @@ class RowsResult(Result):
             UsageError: The values of the ranks do not make up one batch.
         """
         assert self._rows is not None, "the future has checked keeps_rows"
-        return self._rows.required_table(self.site.method)
+        if (table := self._rows.table) is None:
+            raise UsageError(
+                f"the ranks of {self.site.method} returned values that are not rows of one kind, so that they cannot "
+                "be passed on as rows; use the value of future.result()"
+            )
+        return table
 
     def check_small_rows(self) -> None:
         """Join kept rows that arrived with the replies, so that `done` has the error if they cannot be joined."""

@@ -173,7 +173,7 @@ class Submitter:
                 if orders:
                     self.work.add(call)
                     self.work.send_calls(workers, orders, call.tickets)
-                    call.place = next((ticket.place for ticket in call.tickets.values()), 0)
+                    call.place = next(iter(call.tickets.values())).place if call.tickets else 0
                     if call.record is not None:
                         call.record.is_sent()
             except BaseException as error:
@@ -237,7 +237,7 @@ class Submitter:
                 self.work.send_calls(workers, orders, tickets)
             is_sent = True
         finally:
-            place = next((ticket.place for ticket in tickets.values()), 0)
+            place = next(iter(tickets.values())).place if tickets else 0
             for share, call in calls.items():
                 call.real_rows, call.record = real_rows, record
                 call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})

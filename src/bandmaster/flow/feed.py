@@ -95,6 +95,7 @@ class Feed(Result):
         parents: The futures of the rows that it takes, until it has begun.
         done: Its end, with the error if there is one: no more parts are sent. It is set by one assignment.
         lock: Held while parts are sent, and while the end is made.
+        how: The user's options.
         is_sent_in_background: Whether it begins when its rows are there, though no thread waits for it.
         are_requests: Whether its parts are requests.
         is_per_share: Whether each share makes parts of its own, and no more after an error; else any share makes any.
@@ -102,7 +103,7 @@ class Feed(Result):
     Args:
         site: Its `CallSite`: names for messages, and limits.
         submitter: Sends the calls of the group.
-        how: The user's options.
+        how: See above.
         keeps_rows: Whether the rows of all parts stay where they are made.
     """
 
@@ -115,7 +116,7 @@ class Feed(Result):
         self.work, self.workers = submitter.work, submitter.workers()
         self.arrivals = Arrivals()
         self.parents: Sequence[Future[Any]] = ()
-        self._submitter, self._how = submitter, how
+        self._submitter, self.how = submitter, how
         self._plan: Callable[[], Any] | None = None
         self._free: list[Share] = []  # the shares that have no part
         self._running: dict[Future[Any], Share] = {}
@@ -235,7 +236,7 @@ class Feed(Result):
 
     def _next(self) -> Share | None:
         """A free share that may make a part now."""
-        most = self._how.maxsize
+        most = self.how.maxsize
         for share in self._free if self.done is None else ():
             if (most is None or self._ahead[self._place(share.rank)] < most) and self._has_more(share):
                 return share
@@ -248,7 +249,7 @@ class Feed(Result):
         """Tell of parts that are done, and send others."""
         for future in futures:
             share, error = self._running[future], _error_of(future)
-            if error is not None and self._how.on_error == "raise":
+            if error is not None and self.how.on_error == "raise":
                 self.give_up(error)
             elif self.done is None and (error is not None or not self._is_end(share, future)):
                 self.arrivals.put(future)
@@ -269,7 +270,7 @@ class Feed(Result):
         try:
             self.send()
         except Exception as error:
-            if self._how.maxsize is None:
+            if self.how.maxsize is None:
                 self.give_up(error)
             else:
                 self.arrivals.put(None)

@@ -144,6 +144,7 @@ class MapFeed(Feed):
         beside: Keyword arguments of each request that are not the method's, but the library's.
     """
 
+    how: MapOptions
     are_requests = True
     is_per_share = False
 
@@ -152,7 +153,7 @@ class MapFeed(Feed):
     ) -> None:
         unlimited = site._replace(options=replace(site.limits(), timeout=None))
         super().__init__(unlimited, router.submitter, how, how.chunk is not None and how.on_error == "raise")
-        self.how, self.claims = how, list[Claim]()
+        self.claims: list[Claim] = []
         self.due: float | None = None
         self._group, self._router, self._each, self._target, self._beside = group, router, site, target, beside
         self._timeout_s = site.limits().timeout
