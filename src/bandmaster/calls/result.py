@@ -53,6 +53,7 @@ class Result(ABC):
         is_sent: Whether it is a call that was sent.
         missing: The ranks that have not replied, if it is a call that was sent.
         behind: The failed calls before it that have not ended, in words for messages.
+        parents: The futures that have to be done before it, as far as these may not be.
         is_unread: Whether it goes on when the items that it has made are taken, and nobody waits for more.
 
     Args:
@@ -66,6 +67,7 @@ class Result(ABC):
     missing: tuple[int, ...] = ()
     behind: str = ""
     is_unread: bool = False
+    parents: Sequence[Any] = ()
 
     def __init__(self, site: CallSite, keeps_rows: bool) -> None:
         self.site, self.keeps_rows = site, keeps_rows
@@ -74,9 +76,9 @@ class Result(ABC):
         self._callbacks: deque[Callable[[], object]] = deque()
 
     @property
-    @abstractmethod
     def waits_for(self) -> Sequence[Result]:
         """The results that have to be done before this one, in order; none for a call that was sent."""
+        return [parent._call for parent in self.parents]
 
     @property
     def state(self) -> str:

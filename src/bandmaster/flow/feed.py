@@ -115,7 +115,6 @@ class Feed(Result):
         super().__init__(site, keeps_rows)
         self.work, self.workers = submitter.work, submitter.workers()
         self.arrivals = Arrivals()
-        self.parents: Sequence[Future[Any]] = ()
         self._submitter, self.how = submitter, how
         self._plan: Callable[[], Any] | None = None
         self._free: list[Share] = []  # the shares that have no part

@@ -315,8 +315,7 @@ class AnyGroup(metaclass=ABCMeta):
     def execute_rank_zero_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Non-blocking `execute_rank_zero_sync`. Returns a `Future`."""
         plan = self._same(method_name, args, kwargs, 1)
-        future: Future[Any] = self._submitter.submit_for_each(CallRequest(method_name, plan, (0,), owner=self))[0]
-        return future
+        return self._submitter.submit_for_each(CallRequest(method_name, plan, (0,), owner=self))[0]
 
     execute_all = execute_all_async
     execute_rank_zero = execute_rank_zero_async
