@@ -661,6 +661,9 @@ def test_mistakes_are_errors_though_the_rows_are_not_there(two, three, gate):
     rows = two.make_when.submit(np.arange(7), str(gate))
     with pytest.raises(bm.ArgumentError, match="missing"):
         three.log_rows.submit(rows)
+    for send in (three.sharing.submit, three.sharing.stream):
+        with pytest.raises(bm.ArgumentError, match=r"argument '\w+' of .*sharing \(lock\) cannot be pickled"):
+            send(rows, threading.Lock())
     with pytest.raises(bm.UsageError, match="takes futures"):
         rows.join({"id": 1})
     wrong = three.who.submit(rows.select("nothing"))

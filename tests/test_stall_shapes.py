@@ -18,7 +18,7 @@ from hosts import spread
 
 import bandmaster as bm
 from bandmaster import Dispatch, RemoteError, register, rl
-from bandmaster.watching.collectives import mismatches
+from bandmaster.watching.notice import mismatches
 
 DEADLINE = 30
 AFTER = 0.5

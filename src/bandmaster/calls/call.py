@@ -119,7 +119,7 @@ class Call(RowsResult):
     # --- WAITING ---
 
     @property
-    def parents(self) -> Sequence[Any]:
+    def parents(self) -> Sequence[Any]:  # type: ignore[override]  # here it is computed
         """The futures of the rows that it takes, until it was sent."""
         request = self.request
         return () if request is None else request.parents

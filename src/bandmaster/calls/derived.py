@@ -42,11 +42,6 @@ class Derived(Result):
             if self.done is not None and self.done.error is not None:
                 raise self.done.error
 
-    @property
-    def waits_for(self) -> Sequence[Result]:
-        """The results from which it is derived."""
-        return [parent._call for parent in self.parents]
-
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until the others are done; False if the time is over before."""
         if self.done is not None:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 from weakref import finalize, ref
 
 from bandmaster.calls.derived import Derived
+from bandmaster.calls.request import encode_argument
 from bandmaster.calls.result import Result, WaitedFor, awaited, note_calls
+from bandmaster.codec import decode
 from bandmaster.errors import ArgumentError, BandmasterError, CallTimeout, ResourceError, UsageError
 from bandmaster.plan.batch import required_batch
 from bandmaster.plan.batch_types import KNOWN_BY_NAME, BatchType, Index
@@ -297,6 +299,17 @@ def derived(given: Sequence[Handle], what: str, make: Callable[[Sequence[Table]]
 def claims_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Claim]:
     """The claims of a call on the rows of the futures among its arguments."""
     return [claim for value in (*args, *kwargs.values()) if type(value) is Future for claim in value._claims()]
+
+
+def as_it_is(value: Any, name: str, method: str) -> Any:
+    """A copy of an argument of a method, which later changes by the caller do not affect; a future itself.
+
+    Raises:
+        ArgumentError: It cannot be pickled.
+    """
+    if value is None or isinstance(value, Future | str | int | float | bytes):
+        return value
+    return decode(encode_argument(value, name, method).private())
 
 
 def concat(futures: Sequence[Future[Any]]) -> Future[Any]:

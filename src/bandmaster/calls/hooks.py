@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from bandmaster.contract import Workers
@@ -43,21 +43,21 @@ class CallTrace(Protocol):
         """Record that the call has its result, or an error."""
 
 
-class Gate(Protocol):
-    """Says when a group may be called, as it takes turns with others; see `bandmaster.turns.turns`.
-
-    Attributes:
-        note: The part of the group's repr that says whether it has its turn; "" for nothing to say.
-    """
+class Gate:
+    """Says when a group may be called: always, or in its turns, see `bandmaster.turns.turns`."""
 
     @property
-    def note(self) -> str: ...  # noqa: D102
+    def note(self) -> str:
+        """The part of the group's repr that says whether it has its turn; "" for nothing to say."""
+        return ""
 
     def admitted(self, label: str) -> AbstractContextManager[None]:
         """The context in which a call is sent. Raises UsageError if none may be sent now."""
+        return nullcontext()
 
     def renewal(self) -> AbstractContextManager[None]:
         """The context in which the group's workers are constructed."""
+        return nullcontext()
 
     def is_new(self) -> None:
         """Note that all workers were constructed again."""
@@ -67,6 +67,9 @@ class Gate(Protocol):
 
     def is_closed(self) -> None:
         """Note that the group was closed."""
+
+
+OPEN = Gate()  # of a group that takes no turns
 
 
 class Hooks:

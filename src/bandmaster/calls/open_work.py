@@ -36,6 +36,7 @@ from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.locks import SigintSafeLock
 
+FOREVER = Deadline(None)
 MANY = 64  # open calls; with more of them, each new call checks whether the oldest is over
 
 
@@ -95,14 +96,6 @@ _LOCK = threading.RLock()  # of the waiting calls of all groups: the calls of tw
 _place = operator.attrgetter("place")
 
 
-class HasRanks(Protocol):
-    """A request, which has ranks once a replica was chosen."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks that run it."""
-
-
 class Routes(InParts, Protocol):
     """The requests of one method; see `bandmaster.requests.router`."""
 
@@ -115,7 +108,7 @@ class Routes(InParts, Protocol):
     def flush(self) -> None:
         """Send the requests that are about to be sent."""
 
-    def open_requests(self) -> Sequence[HasRanks]:
+    def open_requests(self) -> Sequence[Any]:
         """The requests that have not ended."""
 
     def wait_until_over(self, deadline: Deadline) -> None:
@@ -215,12 +208,12 @@ class OpenWork:
         for call in gone:  # not under the lock, as it may run callbacks
             call.tell()
 
-    def wait_until_sent(self) -> None:
-        """Wait until all submitted calls are sent, or never will be."""
+    def wait_until_sent(self, deadline: Deadline = FOREVER) -> None:
+        """Wait until all submitted calls are sent, or never will be. Raises `CallTimeout` if one took too long."""
         with _LOCK:
-            last = list(self.waiting)[-1:]
-        for call in last:
-            self.wait_up_to(call, Deadline(None))
+            waiting = list(self.waiting)
+        if waiting and not self.wait_up_to(waiting[-1], deadline):
+            raise CallTimeout(waiting[0].site.method, (), deadline.timeout_s or 0.0)
 
     def give_up(self) -> None:
         """End all waiting calls without sending them, as their workers were stopped or one of them is replaced."""
@@ -332,10 +325,7 @@ class OpenWork:
         Raises:
             CallTimeout: A call took too long.
         """
-        with _LOCK:
-            waiting = list(self.waiting)
-        if waiting and not self.wait_up_to(waiting[-1], deadline):
-            raise CallTimeout(waiting[0].site.method, (), deadline.timeout_s or 0.0)
+        self.wait_until_sent(deadline)
         self.wait_for_requests(deadline)
         for call in self._unfinished():
             if not call.wait(deadline.left()):

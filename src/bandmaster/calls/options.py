@@ -51,15 +51,10 @@ class SharedLimits(TypedDict, total=False):
     on_stall: Literal["warn", "raise", "restart", "replace"] | Callable[[Any], object]
 
 
-class Limits(SharedLimits, total=False):
-    """The keywords of `CallOptions`, for type checkers."""
-
-    grace: float | None
-
-
-class MethodOptions(Limits, total=False):
+class MethodOptions(SharedLimits, total=False):
     """The keywords of `GroupMethod.options`, for type checkers."""
 
+    grace: float | None
     maxsize: int
     on_error: Literal["raise", "return"]
 

@@ -48,8 +48,8 @@ class Watch(Protocol):
         """Make progress without waiting. Returns whether the watch is over."""
 
 
-class _Once:
-    """Calls a function in the thread, once."""
+class Once:
+    """A watch that calls a function, which ends some work of workers, in the thread, once."""
 
     due: float | None = None
 
@@ -57,6 +57,7 @@ class _Once:
         self.workers, self._function = workers, function
 
     def look(self) -> bool:
+        """Call the function. Returns that the watch is over."""
         self._function()
         return True
 
@@ -95,10 +96,6 @@ class Progress:
                     raise
             self._watches[id(watch)] = watch
             self.look_at(watch)
-
-    def call(self, workers: Workers, function: Callable[[], object]) -> None:
-        """Call a function that ends some work of workers in the thread; raises as `add` does."""
-        self.add(_Once(workers, function))
 
     def look_at(self, watch: Watch) -> None:
         """Make the thread look at a watch soon. Any thread may call this; it does not block."""

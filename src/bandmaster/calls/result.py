@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from bandmaster.calls.progress import progress
 from bandmaster.calls.request import CallSite
 from bandmaster.contract import Workers
-from bandmaster.errors import CallTimeout, ResourceError, RowsLost
+from bandmaster.errors import CallTimeout, ResourceError, RowsLost, UsageError
 from bandmaster.errors.failure import Failure, stacks_by_equality
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.limits import start_thread
@@ -53,6 +53,7 @@ class Result(ABC):
         is_sent: Whether it is a call that was sent.
         missing: The ranks that have not replied, if it is a call that was sent.
         behind: The failed calls before it that have not ended, in words for messages.
+        parents: The futures that have to be done before it, as far as these may not be.
         is_unread: Whether it goes on when the items that it has made are taken, and nobody waits for more.
 
     Args:
@@ -66,6 +67,7 @@ class Result(ABC):
     missing: tuple[int, ...] = ()
     behind: str = ""
     is_unread: bool = False
+    parents: Sequence[Any] = ()
 
     def __init__(self, site: CallSite, keeps_rows: bool) -> None:
         self.site, self.keeps_rows = site, keeps_rows
@@ -74,9 +76,9 @@ class Result(ABC):
         self._callbacks: deque[Callable[[], object]] = deque()
 
     @property
-    @abstractmethod
     def waits_for(self) -> Sequence[Result]:
         """The results that have to be done before this one, in order; none for a call that was sent."""
+        return [parent._call for parent in self.parents]
 
     @property
     def state(self) -> str:
@@ -161,8 +163,10 @@ class Result(ABC):
         """Join kept rows that arrived with the replies, so that `done` has the error if they cannot be joined."""
 
 
-class WatchedResult(Result):
-    """A result that workers send, which the thread of `bandmaster.calls.progress` reads if it is asked to.
+class RowsResult(Result):
+    """A result that workers send, and whose rows they may keep.
+
+    The thread of `bandmaster.calls.progress` reads it if it is asked to.
 
     Attributes:
         workers: The workers.
@@ -173,6 +177,8 @@ class WatchedResult(Result):
     workers: Workers
     due: float | None = None
     is_watched: bool = False
+    _rows: KeptRows | None = None
+    _interrupted: Set[int | None] = frozenset()  # ranks whose values have raised KeyboardInterrupt as they were decoded
 
     def read_in_background(self) -> None:
         """Let that thread read its replies until it is done."""
@@ -196,10 +202,6 @@ class WatchedResult(Result):
         self.tell()
         return True
 
-
-class RowsResult(WatchedResult):
-    """A result whose rows workers may keep."""
-
     @property
     def state(self) -> str:
         """Its state in words, for the repr of its future."""
@@ -208,9 +210,6 @@ class RowsResult(WatchedResult):
         ranks = ", ".join(map(str, self.missing))
         return f"{'cancelled, ' if self.is_cancelled else ''}waiting for rank {ranks}" if ranks else "done"
 
-    _rows: KeptRows | None = None
-    _interrupted: Set[int | None] = frozenset()  # ranks whose values have raised KeyboardInterrupt as they were decoded
-
     def table(self) -> Table:
         """The rows that were kept; it is done, without an error.
 
@@ -218,7 +217,12 @@ class RowsResult(WatchedResult):
             UsageError: The values of the ranks do not make up one batch.
         """
         assert self._rows is not None, "the future has checked keeps_rows"
-        return self._rows.required_table(self.site.method)
+        if (table := self._rows.table) is None:
+            raise UsageError(
+                f"the ranks of {self.site.method} returned values that are not rows of one kind, so that they cannot "
+                "be passed on as rows; use the value of future.result()"
+            )
+        return table
 
     def check_small_rows(self) -> None:
         """Join kept rows that arrived with the replies, so that `done` has the error if they cannot be joined."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -33,7 +33,6 @@ from bandmaster.rows.table import Elsewhere, Table, addressed, rows_needed, take
 
 Shares = Mapping[int, tuple[int, int]]  # of ranks: the first of its rows, and the one behind its last
 _KINDS = {Future, Portion}
-_pickled: tuple[tuple[tuple[type, BatchType], ...], tuple[bytes, ...]] = (), ()  # batch types
 
 add_bare(Elsewhere, Elsewhere.has_plain_names)
 
@@ -147,7 +146,7 @@ class RowsElsewhere:
 
     def _elsewhere(self, table: Table, shares: Shares | None = None, is_row: bool = False) -> Elsewhere:
         self._tables.append(table)
-        types = _pickled_types()
+        types = _pickled(users_batch_types())
         sent = Elsewhere(addressed(table, self._label), shares, types if types and _may_hold(table) else (), is_row)
         self._sent[-1].append(sent)
         return sent
@@ -165,16 +164,14 @@ class RowsElsewhere:
         return label
 
 
-def _pickled_types() -> tuple[bytes, ...]:
-    """The pickled registered batch types; a type that cannot be pickled is left out, and unknown in other processes."""
-    global _pickled
-    types, found = users_batch_types(), []
-    if types != _pickled[0]:
-        for one in types:
-            with suppress(Exception):
-                found.append(cloudpickle.dumps(one))
-        _pickled = types, tuple(found)
-    return _pickled[1]
+@lru_cache(maxsize=1)
+def _pickled(types: tuple[tuple[type, BatchType], ...]) -> tuple[bytes, ...]:
+    """Pickled batch types; a type that cannot be pickled is left out, and unknown in other processes."""
+    found = []
+    for one in types:
+        with suppress(Exception):
+            found.append(cloudpickle.dumps(one))
+    return tuple(found)
 
 
 def _may_hold(table: Table) -> bool:

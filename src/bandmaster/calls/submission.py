@@ -10,24 +10,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from bandmaster.calls.call import Call, Failures
 from bandmaster.calls.future import Future
-from bandmaster.calls.hooks import CallTrace, Gate, hooks
+from bandmaster.calls.hooks import OPEN, CallTrace, Gate, hooks
 from bandmaster.calls.open_work import OpenWork
 from bandmaster.calls.options import FUNCTION, CallOptions, library
 from bandmaster.calls.request import CallRequest, CallSite, Collection, encode_group
 from bandmaster.calls.row_arguments import RowsElsewhere, refers_to_rows
+from bandmaster.calls.spec import MethodSpec
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, Ticket, WorkerCall, Workers
+from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, WorkerCall, Workers
 from bandmaster.errors import UsageError
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, alike
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import RealRows
 from bandmaster.plan.transfer import Gather, Only
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def orders_of(
@@ -76,12 +79,6 @@ def orders_of(
     return orders
 
 
-def _first_place(tickets: Mapping[int, Ticket]) -> int:
-    for ticket in tickets.values():
-        return ticket.place
-    return 0
-
-
 class Submitter:
     """Sends the calls of one group.
 
@@ -92,14 +89,16 @@ class Submitter:
         work: The open calls; submitters for the same workers share them.
         options: The group's own options of calls, such as ``timeout`` and ``grace``.
         refused: The values of ``on_stall`` that the group cannot have, and why.
-        gate: Says when the group may be called; None for always.
+        gate: Says when the group may be called.
+        workers: Returns the group's workers; raises ClosedError if the group was closed.
+        prefix: The prefix of the workers' names of the methods.
 
     Args:
-        workers: Returns the group's workers; raises if the group was closed.
+        workers: See above.
         cls: The worker class.
         mesh: The group's mesh.
         group: The group's name.
-        prefix: The prefix of the workers' names of the methods.
+        prefix: See above.
         work: Shared with the submitters of other groups that have the same workers.
     """
 
@@ -116,12 +115,11 @@ class Submitter:
         self.ranks = tuple(range(mesh.size))
         self.options: dict[str, Any] = {}
         self.refused: dict[str, str] = {}
-        self.gate: Gate | None = None
-        self._workers = workers
+        self.gate: Gate = OPEN
+        self.workers, self.prefix = workers, prefix
         self._cls = cls
         self._group = group
         self.meshes: dict[str, Mesh] = {}
-        self._prefix = prefix
         self._sites: dict[str, CallSite] = {}  # by method
         self.work = work or OpenWork()
 
@@ -134,7 +132,7 @@ class Submitter:
 
     def call(self, request: CallRequest) -> Any:
         """Send a call and wait for its result. Ctrl-C cancels it, as no other code has the future."""
-        submit = self.submit_anyway if self.gate is None else self.submit
+        submit = self.submit_anyway if self.gate is OPEN else self.submit
         return submit(request, is_waited_for=True).result_or_cancel()
 
     def submit(self, request: CallRequest, is_waited_for: bool = False) -> Future[Any]:
@@ -144,7 +142,7 @@ class Submitter:
             request: The call.
             is_waited_for: Whether the caller waits for it at once, and so sends it when the rows are there.
         """
-        if self.gate is None:
+        if self.gate is OPEN:
             return self.submit_anyway(request, is_waited_for)
         with self.gate.admitted(self.label(request.method)):
             return self.submit_anyway(request, is_waited_for)
@@ -154,19 +152,15 @@ class Submitter:
         call = Call(request, self.site(request.method, request.options), self._send, self.work)
         future: Future[Any] = Future(call, request.owner)
         if request.parents or self.work.waiting:
-            self.check_open()
+            self.workers()  # raises if the group was closed
             self.work.enqueue(call, is_waited_for)
         else:
             call.begin()
         return future
 
-    def admitted(self, label: str) -> AbstractContextManager[None]:
-        """The context in which a call is sent; raises UsageError if the gate is closed."""
-        return nullcontext() if self.gate is None else self.gate.admitted(label)
-
     def _send(self, call: Call, request: CallRequest) -> None:
         """Send a call, unless a rank is dead."""
-        workers = self._workers()
+        workers = self.workers()
         failures = Failures(workers.deaths)
         orders: Sequence[WorkerCall] = ()
         if not failures:
@@ -179,7 +173,7 @@ class Submitter:
                 if orders:
                     self.work.add(call)
                     self.work.send_calls(workers, orders, call.tickets)
-                    call.place = _first_place(call.tickets)
+                    call.place = next(iter(call.tickets.values())).place if call.tickets else 0
                     if call.record is not None:
                         call.record.is_sent()
             except BaseException as error:
@@ -195,20 +189,20 @@ class Submitter:
         record = None if begin is None else begin(site.group, site.method, workers)
         if request.beside:
             plan = plan._replace(groups=(*plan.groups, ArgumentGroup((), (), request.ranks).beside(request.beside)))
-        request.asks_for = request.asks_for or self._prefix + request.method
+        request.asks_for = request.asks_for or self.prefix + request.method
         return orders_of(request, workers, plan, site.method, record), record, plan.real_rows
 
     def submit_for_each(self, request: CallRequest) -> list[Future[Any]]:
         """Send a call, with a future for each rank."""
         self.work.wait_until_sent()
         shares = {Share(rank, (rank,)): Collection(Only(), (rank,)) for rank in request.ranks}
-        with self.admitted(self.label(request.method)):
+        with self.gate.admitted(self.label(request.method)):
             return self._submit_shares(request, shares, Failures())
 
     def encoded(self, method: str, plan: CallPlan, ranks: tuple[int, ...]) -> list[WorkerCall]:
         """The orders of a call that returns the value of each rank, ready for `Workers.call`."""
-        request = CallRequest(method, plan, ranks, Collection(Gather(), ranks), asks_for=self._prefix + method)
-        return orders_of(request, self._workers(), plan, self.label(method), None)
+        request = CallRequest(method, plan, ranks, Collection(Gather(), ranks), asks_for=self.prefix + method)
+        return orders_of(request, self.workers(), plan, self.label(method), None)
 
     def submit_shares(self, request: CallRequest, shares: Mapping[Share, Collection]) -> list[Future[Any]]:
         """Send a call now. Returns a future for each share of the ranks, whose rows stay where they are made.
@@ -220,14 +214,14 @@ class Submitter:
             shares: The collection of each share.
         """
         is_next = request.asks_for in (NEXT, CLOSE_STREAM)  # for ranks that have begun the stream
-        failures = Failures() if is_next else Failures(self._workers().deaths)
+        failures = Failures() if is_next else Failures(self.workers().deaths)
         return self._submit_shares(replace(request, keeps_rows=True), shares, failures)
 
     def _submit_shares(
         self, request: CallRequest, shares: Mapping[Share, Collection], failures: Failures
     ) -> list[Future[Any]]:
         """Send a call unless there are failures, which its shares have in common: no rank waits for a failed one."""
-        workers, site = self._workers(), self.site(request.method, request.options)
+        workers, site = self.workers(), self.site(request.method, request.options)
         calls = {
             share: Call(replace(request, collection=collection), site, None, self.work)
             for share, collection in shares.items()
@@ -243,7 +237,7 @@ class Submitter:
                 self.work.send_calls(workers, orders, tickets)
             is_sent = True
         finally:
-            place = _first_place(tickets)
+            place = next(iter(tickets.values())).place if tickets else 0
             for share, call in calls.items():
                 call.real_rows, call.record = real_rows, record
                 call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
@@ -267,19 +261,6 @@ class Submitter:
             raise UsageError(f"on_stall={policy!r} is not possible: {why_not}")
         return made
 
-    def check_open(self) -> None:
-        """Raise ClosedError if the group was closed."""
-        self._workers()
-
-    @property
-    def workers(self) -> Workers:
-        """The workers. Raises ClosedError if the group was closed."""
-        return self._workers()
-
-    def worker_method(self, method: str) -> str:
-        """The workers' name of a method."""
-        return self._prefix + method
-
     def site(self, method: str, options: CallOptions | None = None) -> CallSite:
         """The `CallSite` of a call of a method."""
         site = self._sites.get(method)
@@ -287,3 +268,42 @@ class Submitter:
             mesh = self.meshes.get(method, self.mesh)
             site = self._sites[method] = CallSite(self.label(method), mesh, self._group, None, self.options)
         return site if options is None else site._replace(options=options)
+
+
+class AnyMethod:
+    """A registered method of a group with options, whether its calls go to all ranks or to one replica.
+
+    Attributes:
+        beside: Keyword arguments that are not the method's, but the library's.
+
+    Args:
+        group: The group, which lives as long as the futures.
+        submitter: Sends its calls.
+        spec: The method.
+        options: The limits of calls; None uses those of the group.
+        how: The other options; None uses the defaults.
+    """
+
+    beside: Sequence[tuple[str, Any]] = ()
+    _how: Any
+    _kind: str
+
+    def __init__(
+        self, group: object, submitter: Submitter, spec: MethodSpec, options: CallOptions | None = None, how: Any = None
+    ) -> None:
+        self._group, self._submitter, self._spec, self._options = group, submitter, spec, options
+        if how is not None:
+            self._how = how
+        self.__dict__.update(spec.described)
+
+    def _but(self, limits: Mapping[str, Any], how: Any) -> Self:
+        """A copy with some limits changed, and other options."""
+        options = self._submitter.options_but(self._options, limits)
+        return type(self)(self._group, self._submitter, self._spec, options, how)
+
+    def __reduce__(self) -> NoReturn:
+        self._submitter.__reduce__()
+
+    def __repr__(self) -> str:
+        spec = self._spec
+        return f"<{self._kind} {spec.label}{spec.signature}, {spec.registration.protocol!r}>"

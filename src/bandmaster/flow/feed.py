@@ -13,18 +13,25 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import uuid
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
+from bandmaster.calls.call import Call
 from bandmaster.calls.future import Future
-from bandmaster.calls.options import FlowOptions
-from bandmaster.calls.request import CallSite
+from bandmaster.calls.options import CallOptions, FlowOptions
+from bandmaster.calls.request import CallRequest, CallSite, Collection
 from bandmaster.calls.result import Done, Result, awaited, wait_for_all
+from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
-from bandmaster.errors import CallCancelled, CallTimeout
-from bandmaster.plan.arguments import Share
+from bandmaster.contract import CLOSE_STREAM, METHOD, NEXT, OPEN_STREAM, STREAM
+from bandmaster.errors import CallCancelled, CallTimeout, UsageError
+from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, of_one_rank, shares
+from bandmaster.plan.rows import RealRows
+from bandmaster.plan.transfer import Only
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.locks import SigintSafeLock
 
@@ -88,6 +95,7 @@ class Feed(Result):
         parents: The futures of the rows that it takes, until it has begun.
         done: Its end, with the error if there is one: no more parts are sent. It is set by one assignment.
         lock: Held while parts are sent, and while the end is made.
+        how: The user's options.
         is_sent_in_background: Whether it begins when its rows are there, though no thread waits for it.
         are_requests: Whether its parts are requests.
         is_per_share: Whether each share makes parts of its own, and no more after an error; else any share makes any.
@@ -95,7 +103,7 @@ class Feed(Result):
     Args:
         site: Its `CallSite`: names for messages, and limits.
         submitter: Sends the calls of the group.
-        how: The user's options.
+        how: See above.
         keeps_rows: Whether the rows of all parts stay where they are made.
     """
 
@@ -105,10 +113,9 @@ class Feed(Result):
 
     def __init__(self, site: CallSite, submitter: Submitter, how: FlowOptions, keeps_rows: bool = False) -> None:
         super().__init__(site, keeps_rows)
-        self.work, self.workers = submitter.work, submitter.workers
+        self.work, self.workers = submitter.work, submitter.workers()
         self.arrivals = Arrivals()
-        self.parents: Sequence[Future[Any]] = ()
-        self._submitter, self._how = submitter, how
+        self._submitter, self.how = submitter, how
         self._plan: Callable[[], Any] | None = None
         self._free: list[Share] = []  # the shares that have no part
         self._running: dict[Future[Any], Share] = {}
@@ -154,7 +161,7 @@ class Feed(Result):
         if not parents:
             made = plan()
             plan = lambda: made  # noqa: E731
-        with self._submitter.admitted(self.site.method):
+        with self._submitter.gate.admitted(self.site.method):
             self._plan, self.parents = plan, tuple(parents)
             self.work.add_in_parts(self)
             try:
@@ -228,7 +235,7 @@ class Feed(Result):
 
     def _next(self) -> Share | None:
         """A free share that may make a part now."""
-        most = self._how.maxsize
+        most = self.how.maxsize
         for share in self._free if self.done is None else ():
             if (most is None or self._ahead[self._place(share.rank)] < most) and self._has_more(share):
                 return share
@@ -241,7 +248,7 @@ class Feed(Result):
         """Tell of parts that are done, and send others."""
         for future in futures:
             share, error = self._running[future], _error_of(future)
-            if error is not None and self._how.on_error == "raise":
+            if error is not None and self.how.on_error == "raise":
                 self.give_up(error)
             elif self.done is None and (error is not None or not self._is_end(share, future)):
                 self.arrivals.put(future)
@@ -262,7 +269,7 @@ class Feed(Result):
         try:
             self.send()
         except Exception as error:
-            if self._how.maxsize is None:
+            if self.how.maxsize is None:
                 self.give_up(error)
             else:
                 self.arrivals.put(None)
@@ -328,6 +335,99 @@ class Feed(Result):
         stacks = {rank: stack for call in calls for rank, stack in call.stacks().items()}
         behind = next(filter(None, (call.behind for call in calls)), "")
         return CallTimeout(method, tuple(missing), timeout_s, stacks, what_next, behind=behind)
+
+
+class Values(Feed):
+    """The values of a call, one by one.
+
+    Args:
+        group: The group, which lives as long as the futures.
+        submitter: Sends the calls.
+        spec: The method.
+        options: The limits of the calls.
+        how: The user's flow options.
+    """
+
+    n_ahead: int | None = None  # the usual ``maxsize`` of each rank
+
+    def __init__(
+        self, group: object, submitter: Submitter, spec: MethodSpec, options: CallOptions | None, how: FlowOptions
+    ) -> None:
+        how = replace(how, maxsize=how.maxsize or self.n_ahead)
+        super().__init__(submitter.site(spec.name, options), submitter, how)
+        self._spec = spec
+        self._request = CallRequest(spec.name, CallPlan(()), spec.ranks, owner=group, options=options)
+        self._rows: RealRows | None = None  # that each rank was sent
+
+    def _first(self, plan: CallPlan) -> Mapping[Share, Future[Any]]:
+        incoming, self._rows = self._spec.collection.incoming, plan.real_rows
+        found = {share: Collection(of_one_rank(incoming, share.rank), (share.rank,)) for share in self._shares(plan)}
+        return self._sent_as_one(replace(self._request, plan=plan), found)
+
+    def _shares(self, plan: CallPlan) -> tuple[Share, ...]:
+        """The shares of the ranks that each return a value."""
+        return shares(self._spec.ranks, [group.ranks for group in plan.groups], self._spec.collection.ranks)
+
+    def _sent_as_one(self, request: CallRequest, found: Mapping[Share, Collection]) -> dict[Share, Future[Any]]:
+        """Send a call. Returns its futures by share, labelled with the rank and the rows of the share."""
+        futures = dict(zip(found, self._submitter.submit_shares(request, found), strict=True))
+        for share, future in futures.items():
+            future.rank, future.numbers = share.rank, None if self._rows is None else self._rows.numbers[share.rank]
+        return futures
+
+
+class Items(Values):
+    """The items of generators, one after the other from each share.
+
+    An item is requested when the one before it is there, so that other calls come between two items, and so that a
+    generator exists when its next item is requested, whatever the order in which a backend runs calls.
+    """
+
+    n_ahead = 2
+    _unclosed: frozenset[Share] = frozenset()  # the shares whose generators have begun, and not ended
+
+    def _first(self, plan: CallPlan) -> Mapping[Share, Future[Any]]:
+        if plan.real_rows is not None and plan.real_rows.padded_to is not None:
+            raise UsageError(
+                f"{self._spec.label} yields items, from which padding cannot be removed; split without pad=True"
+            )
+        self._rows, found, self._stream = plan.real_rows, self._shares(plan), uuid.uuid4().hex
+        name = ((STREAM, self._stream), (METHOD, self._submitter.prefix + self._spec.name))
+        named = CallPlan((*plan.groups, ArgumentGroup(name, ("stream", "method"), self._spec.ranks)))
+        futures = self._call(found, OPEN_STREAM, named)
+        self._unclosed = frozenset(found)
+        return futures
+
+    def _call(self, found: Sequence[Share], what: str, plan: CallPlan | None = None) -> dict[Share, Future[Any]]:
+        if plan is None:
+            ranks = tuple([rank for share in found for rank in share.ranks])
+            plan = CallPlan((ArgumentGroup(((0, self._stream),), ("stream",), ranks),))
+        is_cleanup = what == CLOSE_STREAM
+        request = replace(self._request, plan=plan, asks_for=what, is_cleanup=is_cleanup, is_for_all=False)
+        return self._sent_as_one(request, {share: Collection(Only(), (share.rank,)) for share in found})
+
+    def _has_more(self, share: Share) -> bool:
+        return share in self._unclosed
+
+    def _send_next(self, share: Share) -> Future[Any]:
+        with self._submitter.gate.admitted(self._spec.label):
+            return self._call([share], NEXT)[share]
+
+    def _is_end(self, share: Share, future: Future[Any]) -> bool:
+        call = future._call
+        assert isinstance(call, Call), "items are requested by calls"
+        if call.has_value_of(share.rank):
+            return False
+        self._unclosed -= {share}
+        return True
+
+    def close(self) -> None:
+        """Close the generators that have not ended, also outside of the group's turn, as it frees resources."""
+        super().close()
+        unclosed, self._unclosed = self._unclosed, frozenset()
+        if unclosed:
+            with contextlib.suppress(Exception):  # the group was closed
+                self._call(sorted(unclosed), CLOSE_STREAM)
 
 
 def _error_of(future: Future[Any]) -> BaseException | None:

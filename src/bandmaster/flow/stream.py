@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from bandmaster.calls.future import Future
-from bandmaster.calls.progress import progress
+from bandmaster.calls.progress import Once, progress
 from bandmaster.calls.result import WaitedFor, note_calls
 from bandmaster.contract import Workers
 from bandmaster.errors import CallTimeout
@@ -53,7 +53,7 @@ class Closing:
     def __del__(self) -> None:
         if self._is_open:  # not by `__dict__`, which is made then, and keeps all of a cycle for the next collection
             with contextlib.suppress(Exception):  # at exit, no thread can be started
-                progress.call(self._workers, self._end)  # in the thread: garbage may be collected under any lock
+                progress.add(Once(self._workers, self._end))  # there: garbage may be collected under any lock
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._method}, {'open' if self._is_open else 'ended'}>"

@@ -268,7 +268,7 @@ class AnyGroup(metaclass=ABCMeta):
             ...     group.cancel()  # no call is running
             0
         """
-        self._submitter.check_open()
+        self._ownership.check()
         name = self._name
         return self._submitter.work.cancel(lambda site: site.group == name or site.group.startswith(f"{name}."))
 
@@ -315,8 +315,7 @@ class AnyGroup(metaclass=ABCMeta):
     def execute_rank_zero_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Non-blocking `execute_rank_zero_sync`. Returns a `Future`."""
         plan = self._same(method_name, args, kwargs, 1)
-        future: Future[Any] = self._submitter.submit_for_each(CallRequest(method_name, plan, (0,), owner=self))[0]
-        return future
+        return self._submitter.submit_for_each(CallRequest(method_name, plan, (0,), owner=self))[0]
 
     execute_all = execute_all_async
     execute_rank_zero = execute_rank_zero_async
@@ -386,15 +385,14 @@ class AnyGroup(metaclass=ABCMeta):
             self._ownership.when_closed(partial(Door.take_back, self._key))
         work = self._submitter.work
         given = GivenGroup(self._name, partial(getattr, self), self._ownership.open_workers, lambda: work.renewed)
-        reference = reference_to(given, self._key, self._submitter.worker_method(""))
+        reference = reference_to(given, self._key, self._submitter.prefix)
         return called_group, (reference, self._cls, self._mesh, dict(self._meshes))
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._methods})
 
     def __repr__(self) -> str:
-        note = "" if (gate := self._submitter.gate) is None else gate.note
-        closed = note if self._ownership.is_open else ", closed"
+        closed = self._submitter.gate.note if self._ownership.is_open else ", closed"
         return f"<{type(self).__name__} {self._name} of {self.world_size} on {self._pool!r}, {self._mesh!r}{closed}>"
 
     def _repr_html_(self) -> str:

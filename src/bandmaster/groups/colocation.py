@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from os import PathLike
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -183,8 +183,6 @@ class ColocatedGroup(GroupOf[Any]):
             UsageError: ``state`` names an unknown role, or one without ``on_restart``; nothing was done.
             Exception: All errors of `WorkerGroup.restart`.
         """
-        self._ownership.check()
-        self._check_hooks("restart", "on_restart", state)
         super().restart(state)
 
     def replace(self, rank: int, state: Mapping[str, Any] | None = None) -> None:
@@ -198,10 +196,6 @@ class ColocatedGroup(GroupOf[Any]):
             UsageError: A role has no ``on_replace``, or ``state`` names an unknown role; nothing was done.
             Exception: All errors of `WorkerGroup.replace`.
         """
-        self._ownership.check()
-        if why_not := self._why_not_replaced():
-            raise UsageError(why_not)
-        self._check_hooks("replace", "on_replace", state, rank)
         super().replace(rank, state)
 
     def _why_not_replaced(self) -> str:
@@ -229,7 +223,7 @@ class ColocatedGroup(GroupOf[Any]):
         for submitter in self._submitters.values():
             submitter.options.update(options)
 
-    def _check_hooks(self, method: str, hook: str, state: Mapping[str, Any] | None, *args: Any) -> None:
+    def _check_state(self, method: str, hook: str, state: Any, *args: Any) -> None:
         """Refuse a state for a role without the hook, and a hook with another signature, before anything is done."""
         for checked in self._roles.values():
             if _has(checked, hook):
@@ -323,7 +317,8 @@ def _checked_roles(
 
 
 def _checked(pool: ResourcePool, given: Any, meshes: Mesh | Mapping[str, Mesh] | None) -> _Checked:
-    cls, args, kwargs, options = unwrap(*_class_and_arguments(given))
+    given, args = (given[0], given[1:]) if isinstance(given, tuple) and given else (given, ())
+    cls, args, kwargs, options = unwrap(given, args, {})
     if issubclass(cls, GroupOf):
         raise UsageError(f"{cls.__name__} is a class of groups; give a worker class")
     registered, size = registrations(cls), pool.world_size
@@ -345,9 +340,3 @@ def _common_options(found: Mapping[str, _Checked]) -> Mapping[str, Any]:
                     f"{option}={value!r}; roles share their processes, so give all classes the same options"
                 )
     return common
-
-
-def _class_and_arguments(given: Any) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
-    if isinstance(given, tuple) and given:
-        return given[0], given[1:], {}
-    return given, (), {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -38,8 +38,7 @@ from bandmaster.lifecycle.checks import (
 )
 from bandmaster.lifecycle.construction import replace_worker, start_workers
 from bandmaster.lifecycle.death_watch import DeathWatch
-from bandmaster.lifecycle.open_groups import add_group, close_former, open_groups
-from bandmaster.lifecycle.ownership import Ownership
+from bandmaster.lifecycle.ownership import Ownership, add_group, close_former, open_groups
 from bandmaster.plan.mesh import Mesh
 from bandmaster.platform.locks import check_not_held
 from bandmaster.pool import ResourcePool
@@ -149,7 +148,7 @@ class GroupOf(AnyGroup, Generic[W]):
                 log_level=level,
             )
             watch = _watch()
-            with self._renewal():
+            with self._submitter.gate.renewal():
                 self._start(self._launch)
             if watch is not None and self._ownership.workers().arrivals is not None:  # else the methods run here
                 self._ownership.when_closed(watch.soon.set)
@@ -171,10 +170,6 @@ class GroupOf(AnyGroup, Generic[W]):
             self._submitter.refused[REPLACE] = why_not
         if turn_hooks(cls):
             self._turn_taker()
-
-    def _renewal(self) -> AbstractContextManager[None]:
-        """The turn in which workers are constructed, if the group takes turns."""
-        return nullcontext() if (gate := self._submitter.gate) is None else gate.renewal()
 
     def _start(self, launch: Launch) -> None:
         """Start the workers. Subclasses extend the launch with options that users cannot set."""
@@ -204,21 +199,16 @@ class GroupOf(AnyGroup, Generic[W]):
         """
         check_not_held(self._changing)
         self._ownership.check()
+        self._check_state("restart", "on_restart", state)
         has_hook = callable(getattr(self._cls, "on_restart", None))
-        if state is not None and not has_hook:
-            raise UsageError(
-                f"restart() got a state, but {self._cls.__name__} has no method on_restart(self, state) to receive "
-                "it; define the method, or call restart() without a state"
-            )
         hook = self._same("on_restart", (state,), {}, self.world_size) if has_hook else None
-        with self._renewal(), self._changing:
+        with self._submitter.gate.renewal(), self._changing:
             self._launch = replace(self._launch, slots=self._pool._renewed())
             self._ownership.workers().stop("the group was restarted")
             self._end_watches()
             self._submitter.work.begin_anew()
             self._start(self._launch)
-            if (gate := self._submitter.gate) is not None:
-                gate.is_new()
+            self._submitter.gate.is_new()
             self._watch_again()
             if hook is not None:
                 self._on_all("on_restart", hook)
@@ -249,9 +239,10 @@ class GroupOf(AnyGroup, Generic[W]):
             raise UsageError(f"{self._name} has ranks 0 to {self.world_size - 1}, got rank {rank!r}")
         if why_not := self._why_not_replaced():
             raise UsageError(why_not)
+        self._check_state("replace", "on_replace", state, rank)
         hook = self._same("on_replace", (rank, state), {}, self.world_size)
         check_not_held(self._changing)
-        with self._renewal(), self._changing:
+        with self._submitter.gate.renewal(), self._changing:
             self._check_alive_but(rank)
             self._submitter.work.cancel_all()
             self._check_alive_but(rank)
@@ -259,9 +250,16 @@ class GroupOf(AnyGroup, Generic[W]):
             with self._submitter.work.renewing(rank):
                 replace_worker(self._ownership.workers(), self._launch, self._constructor, rank)
                 self._watch_again()
-                if (gate := self._submitter.gate) is not None:
-                    gate.has_new(rank)
+                self._submitter.gate.has_new(rank)
                 self._on_all("on_replace", hook)
+
+    def _check_state(self, method: str, hook: str, state: Any, *args: Any) -> None:
+        """Raise UsageError if there is a state for ``method``, but no ``hook`` that receives it with ``args``."""
+        if state is not None and not callable(getattr(self._cls, hook, None)):
+            raise UsageError(
+                f"{method}() got a state, but {self._cls.__name__} has no method {hook}(self, state) to receive it; "
+                f"define the method, or call {method}() without a state"
+            )
 
     def _why_not_replaced(self) -> str:
         """The reason why no rank can be replaced; "" if each can."""
@@ -290,8 +288,7 @@ class GroupOf(AnyGroup, Generic[W]):
         self._ownership.close()
         self._end_watches()
         self._submitter.work.begin_anew()
-        if (gate := self._submitter.gate) is not None:
-            gate.is_closed()
+        self._submitter.gate.is_closed()
 
     def __enter__(self) -> Self:
         return self

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
-from bandmaster.calls.future import Claim, Future, claims_of
-from bandmaster.calls.method import MethodOfGroup
+from bandmaster.calls.future import Claim, Future, as_it_is, claims_of
 from bandmaster.calls.options import FLOW_NAMES, FlowOptions, MethodOptions
 from bandmaster.calls.request import CallRequest
-from bandmaster.codec import decode, encode
+from bandmaster.calls.spec import MethodSpec
+from bandmaster.calls.submission import AnyMethod
 from bandmaster.errors import UsageError
 from bandmaster.plan.arguments import CallPlan, scatter
 from bandmaster.plan.binding import bind, dispatched
@@ -26,7 +26,7 @@ C = TypeVar("C", covariant=True)  # the return type of a call: its result, or it
 G = TypeVar("G", covariant=True)  # the result
 
 
-class GroupMethod(MethodOfGroup, Generic[P, C, G]):
+class GroupMethod(AnyMethod, Generic[P, C, G]):
     """A registered method of a worker group: call it, or `submit` it to get a `Future`."""
 
     _kind = "group method"
@@ -96,9 +96,9 @@ class GroupMethod(MethodOfGroup, Generic[P, C, G]):
             bind(self._spec.label, self._spec.signature, args, kwargs)  # mistakes are errors now
         given: tuple[Sequence[Any], Mapping[str, Any]] = args, kwargs
         if parents or self._submitter.work.waiting:
-            given = _as_they_are(args, kwargs)
+            given = _as_they_are(self._spec, args, kwargs)
         plan = partial(_claimed, claims_of(*given), partial(self._plan, *given))
-        from bandmaster.flow.flow import Items, Values  # a feature
+        from bandmaster.flow.feed import Items, Values  # a feature
         from bandmaster.flow.stream import Stream
 
         kind = Items if self._spec.is_generator else Values
@@ -133,7 +133,7 @@ class GroupMethod(MethodOfGroup, Generic[P, C, G]):
         elif parents or self._submitter.work.waiting:
             bind(spec.label, spec.signature, args, kwargs)  # mistakes are errors now
             if not waits:
-                args, kwargs = _as_they_are(args, kwargs)
+                args, kwargs = _as_they_are(spec, args, kwargs)
             plan = partial(_claimed, claims_of(args, kwargs), partial(spec.plan, args, kwargs, protocol.outgoing))
         else:
             plan = spec.plan(args, kwargs, protocol.outgoing)
@@ -153,12 +153,10 @@ def _claimed(_: Sequence[Claim], plan: Callable[[], CallPlan]) -> CallPlan:
     return plan()
 
 
-def _as_they_are(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def _as_they_are(
+    spec: MethodSpec, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Copies of the arguments, which later changes by the caller do not affect."""
-    return [_as_it_is(value) for value in args], {name: _as_it_is(value) for name, value in kwargs.items()}
-
-
-def _as_it_is(value: Any) -> Any:
-    if value is None or isinstance(value, Future | str | int | float | bytes):
-        return value
-    return decode(encode(value).private())
+    names = (*spec.signature.parameters, *["args"] * len(args))
+    copies = [as_it_is(value, name, spec.label) for value, name in zip(args, names, strict=False)]
+    return copies, {name: as_it_is(value, name, spec.label) for name, value in kwargs.items()}

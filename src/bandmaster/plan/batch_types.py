@@ -18,9 +18,11 @@ from bandmaster.errors import BatchError
 Index = range | np.ndarray  # numbers of rows, in order; a range has step 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BatchType:
     """The functions that count, split, concatenate and take by number the rows of one type of values.
+
+    It is equal to itself alone, so that it can be hashed whatever the functions are.
 
     Attributes:
         rows: ``rows(value)`` returns the number of rows, None for a value of the type without a row dim.

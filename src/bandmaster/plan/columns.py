@@ -68,28 +68,23 @@ def schema_of(value: Any) -> dict[Hashable, Column]:
 
 
 def choose_columns(value: Any, names: Mapping[Any, Any]) -> Any:
-    """A batch with some of the columns of another batch, without a copy unless `copies_columns`.
+    """A batch with some of the columns of another batch, without a copy unless it is a frame.
 
     Args:
         value: The other batch.
         names: The name of each column in ``value``, by its new name.
     """
-    if _is_frame(value):
+    if is_frame(value):
         chosen, new = value[list(names.values())], {old: new for new, old in names.items()}
         return chosen if list(new) == [*new.values()] else chosen.set_axis(chosen.columns.map(new), axis=1)
     columns = {new: value[old] for new, old in names.items()}
     return type(value)(columns, batch_size=value.batch_size) if _is_tensordict(value) else rebuilt(value, columns)
 
 
-def copies_columns(value: Any) -> bool:
-    """Whether choosing columns of a batch copies them."""
-    return _is_frame(value)
-
-
 def join_columns(values: Sequence[Any]) -> Any:
     """A batch of the type of the first value with the columns of all values, which have equal row counts."""
     first = values[0]
-    if _is_frame(first):
+    if is_frame(first):
         return sys.modules["pandas"].concat([value.set_axis(first.index) for value in values], axis=1)
     columns = {name: part for value in values for name, part in (_columns(value) or {}).items()}
     return type(first)(columns, batch_size=first.batch_size[:1]) if _is_tensordict(first) else rebuilt(first, columns)
@@ -108,7 +103,7 @@ def _columns(value: Any) -> Mapping[Any, Any] | None:
         return dict(value.items())
     if isinstance(value, Mapping):
         return value
-    return {name: value[name] for name in value.columns} if _is_frame(value) else None
+    return {name: value[name] for name in value.columns} if is_frame(value) else None
 
 
 def _column(value: Any) -> Column:
@@ -138,7 +133,8 @@ def _is_tensordict(value: Any) -> bool:
     return _is_of(value, "tensordict", "TensorDict")
 
 
-def _is_frame(value: Any) -> bool:
+def is_frame(value: Any) -> bool:
+    """Whether a batch is a frame of pandas, of which columns are only copied."""
     return _is_of(value, "pandas", "DataFrame")
 
 

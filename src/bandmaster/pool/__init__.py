@@ -9,7 +9,6 @@ they were made::
     ResourcePool([4]) ──┘
 """
 
-from bandmaster.pool.division import merge_resource_pool, split_resource_pool
-from bandmaster.pool.resource_pool import ResourcePool
+from bandmaster.pool.resource_pool import ResourcePool, merge_resource_pool, split_resource_pool
 
 __all__ = ["ResourcePool", "merge_resource_pool", "split_resource_pool"]

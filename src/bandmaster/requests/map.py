@@ -19,12 +19,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from bandmaster.calls.future import Claim, Future, claims_of
+from bandmaster.calls.future import Claim, Future, as_it_is, claims_of
 from bandmaster.calls.progress import progress
-from bandmaster.calls.request import CallSite, encode_argument
+from bandmaster.calls.request import CallSite
 from bandmaster.calls.result import Done
 from bandmaster.calls.spec import MethodSpec
-from bandmaster.codec import decode
 from bandmaster.errors import CallTimeout, ResourceError, RowsLost, UsageError
 from bandmaster.flow.feed import Feed
 from bandmaster.flow.stream import Stream
@@ -145,6 +144,7 @@ class MapFeed(Feed):
         beside: Keyword arguments of each request that are not the method's, but the library's.
     """
 
+    how: MapOptions
     are_requests = True
     is_per_share = False
 
@@ -153,7 +153,7 @@ class MapFeed(Feed):
     ) -> None:
         unlimited = site._replace(options=replace(site.limits(), timeout=None))
         super().__init__(unlimited, router.submitter, how, how.chunk is not None and how.on_error == "raise")
-        self.how, self.claims = how, list[Claim]()
+        self.claims: list[Claim] = []
         self.due: float | None = None
         self._group, self._router, self._each, self._target, self._beside = group, router, site, target, beside
         self._timeout_s = site.limits().timeout
@@ -185,7 +185,7 @@ class MapFeed(Feed):
         """Make the next request, and have `_flush` send it if there is a place for it."""
         number, label = self._n_sent, self.site.method
         is_gated = self.how.maxsize is not None  # then it is sent as the user takes others
-        with self._submitter.admitted(label) if is_gated else contextlib.nullcontext():
+        with self._submitter.gate.admitted(label) if is_gated else contextlib.nullcontext():
             arguments = Arguments.of(to_ranks(self._parts.of(number), ()), label).beside(self._whole)
             request = Request(self._each, arguments, self._router, keeps_rows=self.how.chunk is not None)
             request.tell_map = self.note
@@ -340,15 +340,8 @@ def open_map(feed: MapFeed, spec: MethodSpec, arguments: Sequence[BoundArgument]
     for argument in arguments:
         check_has_rows(argument.value, argument.name, spec.label)
     futures = [argument.value for argument in arguments if isinstance(argument.value, Future)]
-    given = [argument._replace(value=_as_it_is(argument, spec.label)) for argument in arguments]
+    given = [argument._replace(value=as_it_is(argument.value, argument.name, spec.label)) for argument in arguments]
     feed.claims = claims_of(futures, {})
     plan = partial(plan_parts, given, spec.registration.arguments, spec.label, feed.how)
     feed.start(plan, [future for future in futures if not future.done()])
     return Mapped(feed)
-
-
-def _as_it_is(argument: BoundArgument, method: str) -> Any:
-    """A copy of an argument, which later changes by the caller do not affect."""
-    if isinstance(argument.value, Future):
-        return argument.value
-    return decode(encode_argument(argument.value, argument.name, method).private())

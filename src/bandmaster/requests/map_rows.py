@@ -244,5 +244,4 @@ def stacked(chunks: Sequence[Future[Any]], method: str) -> Table:
                 "in its order, so the order cannot be restored; return one row for each row, or call map without "
                 "group_by"
             )
-    restored: Table = handles.take(stacked, order)
-    return restored
+    return handles.take(stacked, order)

@@ -7,8 +7,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from bandmaster.calls.future import Future
-from bandmaster.calls.method import MethodOfGroup
 from bandmaster.calls.options import SharedLimits
+from bandmaster.calls.submission import AnyMethod
 from bandmaster.contract import MAXSIZE, METHOD, STREAM
 from bandmaster.errors import UsageError
 from bandmaster.plan.binding import bind
@@ -43,7 +43,7 @@ class RequestOptions(SharedLimits, total=False):
     min_version: int | None
 
 
-class RequestMethod(MethodOfGroup, Generic[P, G]):
+class RequestMethod(AnyMethod, Generic[P, G]):
     """A registered method of a worker group whose calls are requests: each goes to one replica.
 
     Example:
@@ -247,7 +247,7 @@ class RequestMethod(MethodOfGroup, Generic[P, G]):
         """Send a request. If no future is returned, as Ctrl-C or a deadline has come, it is cancelled."""
         future: Future[Any] = RequestFuture(request, self._group)
         try:
-            with self._submitter.admitted(self._spec.label):
+            with self._submitter.gate.admitted(self._spec.label):
                 router.submit(request, target)
         except BaseException:
             request.cancel()

@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from bandmaster.calls.escalation import DEATH_PATIENCE_S, PATIENCE_S, Escalation, Step
-from bandmaster.calls.future import Future
 from bandmaster.calls.hooks import CallTrace, hooks
 from bandmaster.calls.outcome import error_of
 from bandmaster.calls.progress import progress
 from bandmaster.calls.request import CallSite, encode_group
-from bandmaster.calls.result import Done, Result, RowsResult, late, wait_for_all
+from bandmaster.calls.result import Done, RowsResult, late, wait_for_all
 from bandmaster.calls.row_arguments import RowsElsewhere
 from bandmaster.codec import decode
 from bandmaster.contract import Reply, Report, Ticket, WorkerCall
@@ -122,7 +121,6 @@ class Request(RowsResult):
     def __init__(self, site: CallSite, arguments: Arguments, router: Any, keeps_rows: bool = False) -> None:
         super().__init__(site, keeps_rows)
         self.arguments: Arguments | None = arguments
-        self.parents: Sequence[Future[Any]] = ()
         self.router, self.workers = router, router.workers
         self.replicas: Sequence[Replica] = ()
         self.tickets: dict[int, Ticket] = {}
@@ -165,11 +163,6 @@ class Request(RowsResult):
             elsewhere.note_in(self.record)
         parts, needed = tuple(workers.put([*arguments.payloads, *addressed])), elsewhere.needed(groups)
         return WorkerCall(ranks, method, parts, reply, rows, is_timed, needed)
-
-    @property
-    def waits_for(self) -> Sequence[Result]:
-        """The calls of the rows that it takes. A place may be freed by any request."""
-        return [parent._call for parent in self.parents]
 
     @property
     def has_rows(self) -> bool:

@@ -55,7 +55,7 @@ class Router:
 
     def __init__(self, submitter: Submitter, spec: MethodSpec, workers: Workers) -> None:
         protocol: Any = spec.registration.protocol
-        self.submitter, self.workers, self.method = submitter, workers, submitter.worker_method(spec.name)
+        self.submitter, self.workers, self.method = submitter, workers, submitter.prefix + spec.name
         self.is_exclusive, self.concurrency = not (spec.is_async or spec.is_generator), spec.registration.concurrency
         self.is_idempotent = spec.registration.is_idempotent
         self._role = self.method.removesuffix(spec.name)
@@ -82,7 +82,7 @@ class Router:
     @classmethod
     def of(cls, submitter: Submitter, spec: MethodSpec) -> Router:
         """The router of a method."""
-        routers, key, workers = submitter.work.routers, (submitter, spec.name), submitter.workers
+        routers, key, workers = submitter.work.routers, (submitter, spec.name), submitter.workers()
         router = routers.get(key)
         if isinstance(router, Router) and router.workers is workers:  # as most often
             return router

@@ -13,7 +13,7 @@ import numpy as np
 
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Kept, KeptCopy, RowFacts, Workers
-from bandmaster.errors import CallTimeout, ResourceError, RowsLost, UsageError
+from bandmaster.errors import CallTimeout, ResourceError, RowsLost
 from bandmaster.plan.columns import Schema
 from bandmaster.plan.rows import RealRows
 from bandmaster.platform.deadline import Deadline
@@ -188,15 +188,6 @@ class KeptRows:
             return None
         table = table_of(with_rows)
         return table if self._real_rows is None else _restored(table, counts, list(self.parts), self._real_rows)
-
-    def required_table(self, method: str) -> Table:
-        """All rows. Raises UsageError if the values that ``method`` has returned cannot be one batch."""
-        if self.table is None:
-            raise UsageError(
-                f"the ranks of {method} returned values that are not rows of one kind, so that they cannot be passed "
-                "on as rows; use the value of future.result()"
-            )
-        return self.table
 
     def release(self) -> None:
         """Release all rows."""

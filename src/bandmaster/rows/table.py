@@ -28,7 +28,7 @@ from bandmaster.errors import BatchError
 from bandmaster.plan.batch import Batch, copies_rows, required_batch, take_rows
 from bandmaster.plan.batch import concat as concat_batches
 from bandmaster.plan.batch_types import Index
-from bandmaster.plan.columns import Column, Schema, choose_columns, copies_columns, join_columns
+from bandmaster.plan.columns import Column, Schema, choose_columns, is_frame, join_columns
 
 Names = Mapping[Any, Any]  # the former name of a column, by its new name
 Leaf = tuple[Any, range, Names | None]  # see `Block.leaves`
@@ -398,7 +398,7 @@ def _chosen(batch: Batch, positions: Index, names: Names | None) -> tuple[Batch,
     """A batch with some columns of another one, and the positions of the same rows in it."""
     if names is None:
         return batch, positions
-    if copies_columns(batch.value):
+    if is_frame(batch.value):
         return required_batch(choose_columns(batch.rows(positions), names)), range(len(positions))
     return required_batch(choose_columns(batch.value, names)), positions
 

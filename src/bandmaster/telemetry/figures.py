@@ -15,10 +15,11 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from bandmaster import RankTimes
 from bandmaster.timeline import Call
 
 SECONDS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-PHASES = ("queued", "decoded", "ran", "encoded", "moved")
+PHASES = RankTimes._fields
 NAMED = ("group", "method")
 
 
@@ -57,14 +58,11 @@ class Figures:
         group, method = call.group, call.method
         times = self._seconds.get((group, method)) or self._seconds.setdefault((group, method), _Times())
         times.add(call.finish - call.begun)
-        for rank, (begun, decoded, ran, encoded, received) in call.moments.items():
+        for rank, moments in call.moments.items():
             key = (group, method, rank)
             sums = self._ranks.get(key) or self._ranks.setdefault(key, [0.0] * len(PHASES))
-            sums[0] += max(0.0, begun - call.sent)
-            sums[1] += max(0.0, decoded - begun)
-            sums[2] += max(0.0, ran - decoded)
-            sums[3] += max(0.0, encoded - ran)
-            sums[4] += max(0.0, received - encoded)
+            for n, seconds in enumerate(RankTimes.of(moments, call.sent)):
+                sums[n] += max(0.0, seconds)
         if call.error:
             self._errors[group, method, call.error_type] += 1
         for rank, version in call.versions.items():

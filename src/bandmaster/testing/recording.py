@@ -81,7 +81,7 @@ def record(
     chosen = _checked_ranks(group, ranks)
     _check_methods(group, methods)
     token = uuid.uuid4().hex
-    prefix = group._submitter.worker_method("")
+    prefix = group._submitter.prefix
     names = None if methods is None else {prefix + name for name in methods}
     try:
         for installed in _run(group, chosen, partial(install, token, os.path.abspath(folder), prefix, names)):

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bandmaster import RankTimes
 from bandmaster.timeline.run import Call, Rank, Run
 
 CONTROLLER = "controller"
@@ -75,12 +76,11 @@ def lanes_of(run: Run) -> list[Lane]:
     items: dict[Rank, list[Item]] = {}
     versions: dict[Rank, list[tuple[float, int]]] = {}
     for number, call in enumerate(run.calls):
-        for rank, (begun, decoded, ran, encoded, received) in call.moments.items():
-            waited = max(0.0, begun - call.sent)
-            item = Item(number, begun, waited, decoded - begun, ran - decoded, encoded - ran, received - encoded)
+        for rank, moments in call.moments.items():
+            item = Item(number, moments.begun, *RankTimes.of(moments, call.sent))
             items.setdefault((call.group, rank), []).append(item)
             if rank in call.versions:
-                versions.setdefault((call.group, rank), []).append((encoded, call.versions[rank]))
+                versions.setdefault((call.group, rank), []).append((moments.encoded, call.versions[rank]))
     order = {group: n for n, group in enumerate(dict.fromkeys(group for group, _ in items))}
     lanes = [Lane(CONTROLLER, -1, "", [sorted(_of_the_controller(run.calls), key=lambda item: item.begun)])]
     for group, rank in sorted(items, key=lambda key: (order[key[0]], key[1])):

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from bandmaster.calls.hooks import hooks
 from bandmaster.contract import Workers
@@ -16,9 +16,6 @@ from bandmaster.errors import UsageError
 from bandmaster.plan.render import text_table
 from bandmaster.tracing.perfetto import events
 from bandmaster.tracing.records import CallRecord, CallTable, mean_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Picture(Protocol):
@@ -72,7 +69,7 @@ class Trace:
             if self._path is not None:
                 self.save(self._path)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Trace:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections import UserList
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from time import monotonic_ns
 from types import MappingProxyType
 from typing import NamedTuple
@@ -41,6 +41,12 @@ class RankTimes(NamedTuple):
     ran: float
     encoded: float
     moved: float
+
+    @classmethod
+    def of(cls, moments: Sequence[float], sent: float) -> RankTimes:
+        """The times between the `CallRecord.moments` of a rank, in a call that was sent at some time."""
+        begun, decoded, ran, encoded, received = moments
+        return cls(max(0.0, begun - sent), decoded - begun, ran - decoded, encoded - ran, received - encoded)
 
 
 class CallRecord:
@@ -94,7 +100,7 @@ class CallRecord:
     @property
     def ranks(self) -> dict[int, RankTimes]:
         """The times of each rank that has replied and has not died, by rank."""
-        return {rank: self._times(rank) for rank in sorted(self._raw)}
+        return {rank: RankTimes.of(self.moments(rank), self.sent) for rank in sorted(self._raw)}
 
     @property
     def seconds(self) -> float | None:
@@ -159,11 +165,6 @@ class CallRecord:
 
     def _seconds(self, moment_ns: int) -> float:
         return (moment_ns - self._origin_ns) / 1e9
-
-    def _times(self, rank: int) -> RankTimes:
-        begun, decoded, ran, encoded, received = self.moments(rank)
-        waited = max(0.0, begun - self.sent)
-        return RankTimes(waited, decoded - begun, ran - decoded, encoded - ran, received - encoded)
 
     def moments(self, rank: int) -> list[float]:
         """Times at which a rank began, had decoded, run and encoded, and of its reply: seconds since the trace began.

@@ -28,6 +28,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from bandmaster.calls.future import Future
+from bandmaster.calls.hooks import OPEN, Gate
 from bandmaster.calls.request import CallRequest, CallSite
 from bandmaster.calls.submission import Submitter
 from bandmaster.errors import CallCancelled, CallTimeout, TurnTimeout, UsageError
@@ -150,7 +151,9 @@ class Turn:
         """Other open groups that take turns on its slots, except the roles of its groups; sorted by name."""
         own = {*self.takers, *(role for taker in self.takers for role in taker.roles)}
         with _changed:
-            others = [one for one in _takers if one not in own and one.is_open and one.shares_with_any(self.takers)]
+            others = [
+                one for one in _takers if one not in own and one.ownership.is_open and one.shares_with_any(self.takers)
+            ]
         return sorted(others, key=lambda one: one.name)
 
     def _acquire(self) -> None:
@@ -173,7 +176,7 @@ class Turn:
     def _is_free(self) -> bool:
         """Whether it can be entered now. Raises UsageError if its owner would wait for itself."""
         for taker in self.takers:
-            taker.check()
+            taker.ownership.check()
         self._check_waited_for()
         others = [turn for turn in _entered if self._shares_slots(turn)]
         own = [turn for turn in others if turn.owner == self.owner]
@@ -211,7 +214,7 @@ class Turn:
 
     def _shares_slots(self, other: Turn) -> bool:
         """Whether both use some of the same slots. Closed groups of the other do not count."""
-        return any(taker.shares_with_any(self.takers) for taker in other.takers if taker.is_open)
+        return any(taker.shares_with_any(self.takers) for taker in other.takers if taker.ownership.is_open)
 
     def _blocks(self, other: Turn) -> bool:
         """Whether the owner of another turn cannot go on while this one is waited for."""
@@ -261,11 +264,12 @@ class _State(Enum):
     BETWEEN = "between"  # a hook runs, or has failed
 
 
-class TurnTaker:
+class TurnTaker(Gate):
     """A group that takes turns on its slots: its state on its devices, and the check whether a call may be sent.
 
     Attributes:
         name: The group's name.
+        ownership: Its workers.
         roles: The turn takers of the roles, if this one belongs to a colocated group.
 
     Args:
@@ -273,7 +277,7 @@ class TurnTaker:
         name: The group's name.
         places: Its slots.
         submitter: Sends its calls.
-        ownership: Its workers.
+        ownership: See above.
 
     Raises:
         ArgumentError: A hook takes arguments.
@@ -288,22 +292,13 @@ class TurnTaker:
         for hook in self._hooks:
             bind(f"{cls.__name__}.{hook}", signature_without_self(cls, hook), (), {})
         self._submitter = weakref.ref(submitter)  # weak, as the submitter refers to this
-        self._ownership = ownership
+        self.ownership = ownership
         self._state = _State.RESIDENT
         self._hook: tuple[_State, Future[Any]] | None = None  # a hook that outlasted the wait for it
         self._is_moving = False  # a thread makes it yield or resume
         self._n_sending = 0
         with _changed:
             _takers.add(self)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the group is not closed."""
-        return self._ownership.is_open
-
-    def check(self) -> None:
-        """Raise ClosedError if the group was closed, UsageError in a fork of the controller."""
-        self._ownership.check()
 
     def shares_with_any(self, takers: Iterable[TurnTaker]) -> bool:
         """Whether it shares a slot with one of some groups."""
@@ -313,8 +308,7 @@ class TurnTaker:
         """The turn in which the group's workers are constructed: rivals yield, and the group itself does not resume."""
         return Turn(None, [self], None, resumes=False)
 
-    @staticmethod
-    def is_closed() -> None:
+    def is_closed(self) -> None:
         """Wake waiting turns, because the group was closed."""
         with _changed:
             _changed.notify_all()
@@ -339,7 +333,7 @@ class TurnTaker:
         Raises:
             UsageError: A rival has its turn, or the group has yielded.
         """
-        self.check()
+        self.ownership.check()
         with _changed:
             why = self._refusal()
             if why is not None:
@@ -359,7 +353,7 @@ class TurnTaker:
             is_begun = any(turn.has_begun for turn in turns)
             return None if is_begun else f"the turn of group {self.name!r} is about to begin"
         others = [turn for turn in _entered if self not in turn.takers]
-        rivals = [turn for turn in others if self.shares_with_any(one for one in turn.takers if one.is_open)]
+        rivals = [turn for turn in others if self.shares_with_any(one for one in turn.takers if one.ownership.is_open)]
         if rivals:
             names = ", ".join(sorted({repr(taker.name) for turn in rivals for taker in turn.takers}))
             return f"group {names} has its turn on slots of group {self.name!r}; end that turn"
@@ -417,9 +411,9 @@ class TurnTaker:
     @property
     def _is_gone(self) -> bool:
         """Whether the group is closed or all its workers have died."""
-        if not self.is_open:
+        if not self.ownership.is_open:
             return True
-        workers = self._ownership.workers()
+        workers = self.ownership.workers()
         return len(workers.deaths) == len(workers.records)
 
     @contextlib.contextmanager
@@ -452,7 +446,7 @@ class TurnTaker:
         ranks = tuple(rank for rank in submitter.ranks if rank != but)
         self._hook = state, submitter.submit_anyway(CallRequest(hook, CallPlan(()), ranks))
         error = self._settle(deadline)
-        if error is not None and self.is_open:
+        if error is not None and self.ownership.is_open:
             raise error
 
     def _settle(self, deadline: Deadline) -> BaseException | None:
@@ -478,7 +472,7 @@ def turn_taker(
     cls: type, name: str, places: Iterable[Hashable], submitter: Submitter, ownership: Ownership
 ) -> TurnTaker:
     """The `TurnTaker` of a group; the first call makes it, and installs it as the gate of the group's calls."""
-    if submitter.gate is None:
+    if submitter.gate is OPEN:
         submitter.gate = TurnTaker(cls, name, frozenset(places), submitter, ownership)
     assert isinstance(submitter.gate, TurnTaker), "there is no other gate"
     return submitter.gate

@@ -2,7 +2,7 @@
 
 ::
 
-    WorkerGroup ── begin ──► Watch: a thread, once a second
+    WorkerGroup ── begin ──► Watcher: a thread, once a second
                                OpenWork.unanswered ──► calls that are older than their `stall_after`
                                Workers.signs ────────► Life of each rank that owes a reply: has it moved?
                                Workers.stacks ───────► notice: who waits for whom, logged once

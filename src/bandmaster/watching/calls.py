@@ -15,9 +15,19 @@ from bandmaster.calls.options import WARN
 from bandmaster.contract import Signs, Workers
 from bandmaster.errors import BandmasterError
 from bandmaster.errors.failure import is_in_debugger
-from bandmaster.watching.chain import Find, chain, owing
-from bandmaster.watching.collectives import mismatches
-from bandmaster.watching.notice import Ranks, facts_of, guilty, is_in_collective, named, notice, words_of
+from bandmaster.watching.notice import (
+    Find,
+    Ranks,
+    chain,
+    facts_of,
+    guilty,
+    is_in_collective,
+    mismatches,
+    named,
+    notice,
+    owing,
+    words_of,
+)
 from bandmaster.watching.stall import Policies, Renewed, Stall
 
 YOUNG_S = 0.5  # ranks of younger calls are not looked at

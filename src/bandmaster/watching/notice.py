@@ -1,12 +1,13 @@
-"""The words of a notice of a call: what has stalled, and where each set of ranks alike is, the guilty first. Pure."""
+"""The words of a notice of a call: what has stalled, where each set of ranks alike is, and what those wait for."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from bandmaster.calls.open_work import OpenWork
 from bandmaster.calls.request import CallSite
 from bandmaster.contract import QUEUED, Signs, Workers
 
@@ -14,6 +15,10 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>[^,]*), in (?P<fu
 _HEADING = re.compile(r"^  (?:in .*|it runs requests|the event loop runs):$", re.MULTILINE)  # of tasks and threads
 _CALLS = re.compile(
     r"^  it waits for (?P<method>\S+) of group '(?P<group>.*)'(?:, rank (?P<ranks>[\d, ]+))?$", re.MULTILINE
+)
+_ENTERED = re.compile(
+    r"^  collective: (?P<name>\S+), number (?P<number>\d+) of process group (?P<group>.*), (?:not )?ended$",
+    re.MULTILINE,
 )
 _WRAPPERS = "wrapper", "wrapped", "inner"
 _PACKAGE = f"{Path(__file__).parents[1]}/"
@@ -27,6 +32,9 @@ _STATES = {
 }
 IDLE = "  idle"
 MOST_RANKS = 8  # that a notice names for each place
+MOST_CALLS = 8  # that a chain follows
+DEFAULT = "default_pg"  # the process group of torch that all ranks are in
+Find = Callable[[str], tuple[Workers, OpenWork] | None]  # the workers and the calls of an open group, by its name
 
 
 class Awaited(NamedTuple):
@@ -174,3 +182,86 @@ def named(ranks: Sequence[int], site: CallSite | None = None) -> str:
         return f"rank {ranks[0]} ({coordinates})" if coordinates else f"rank {ranks[0]}"
     n_more = len(ranks) - MOST_RANKS
     return "ranks " + ", ".join(map(str, ranks[:MOST_RANKS])) + (f" and {n_more} more" if n_more > 0 else "")
+
+
+# --- the ranks that stalled ranks wait for ---
+
+
+def chain(ranks: Ranks, find: Find) -> list[str]:
+    """The lines about the ranks that some ranks wait for, and about those that these wait for.
+
+    Args:
+        ranks: The ranks.
+        find: Finds other groups.
+    """
+    lines = list[str]()
+    visited = set[Awaited]()
+    todo = _awaited(ranks)
+    while todo and len(visited) < MOST_CALLS:
+        call = todo.pop(0)
+        found = find(call.group)
+        if call in visited or found is None:
+            continue
+        visited.add(call)
+        facts = _facts(*found, call)
+        lines += [f"  {named(alike)} of group {call.group!r}: {words}" for words, alike in places(facts).items()]
+        todo += _awaited(facts)
+    return list(dict.fromkeys(lines))
+
+
+def _awaited(ranks: Ranks) -> list[Awaited]:
+    """The calls that some ranks wait for, one for each group and method, with the ranks of all."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for facts in ranks.values():
+        for call in awaited_by(facts.stack):
+            found.setdefault((call.group, call.method), set()).update(call.ranks)
+    return [Awaited(method, group, tuple(sorted(some))) for (group, method), some in found.items()]
+
+
+def _facts(workers: Workers, work: OpenWork, call: Awaited) -> Ranks:
+    """The facts about the ranks that a call waits for: those it was sent to; those of the same call of the controller,
+    which may have relayed it; or all, if it waits for a replica."""
+    relayed = {rank for one in work.unanswered() if one.site.method == call.method for rank in owing(one)}
+    ranks: Iterable[int] = call.ranks or sorted(relayed) or range(len(workers.records))
+    tickets: dict[int, Any] = dict.fromkeys(ranks)
+    signs = workers.signs(list(tickets))  # first: to show its stack, a rank has to run
+    stacks = {rank: stack.removeprefix(QUEUED) for rank, stack in workers.stacks(tickets).items()}
+    return facts_of(workers, signs, stacks)
+
+
+def owing(call: Any) -> Mapping[int, Any]:
+    """The tickets of the ranks that owe a reply to a call."""
+    return {rank: ticket for rank, ticket in dict(call.tickets).items() if not ticket.is_done}
+
+
+def mismatches(stacks: Mapping[int, str]) -> tuple[list[str], list[int]]:
+    """Lines about ranks that are behind others of their process group, or in another operation; and the ranks behind.
+
+    Args:
+        stacks: The stacks of ranks, with what they tell of collectives.
+    """
+    groups: dict[str, dict[int, tuple[int, str]]] = {}  # the number and name of the last operation that a rank entered
+    for rank, stack in stacks.items():
+        for told in _ENTERED.finditer(stack):
+            groups.setdefault(told["group"], {})[rank] = int(told["number"]), told["name"]
+    waiting = {rank for rank, stack in stacks.items() if is_in_collective(stack)}
+    lines, late = list[str](), list[int]()
+    for group, entered in sorted(groups.items()):
+        if group == DEFAULT:  # ranks in an operation that they had no time to tell of are left out
+            entered = {**entered, **dict.fromkeys(stacks.keys() - entered.keys() - waiting, (0, ""))}
+        last = max(number for number, _ in entered.values())
+        by_name: dict[str, list[int]] = {}
+        for rank, (number, name) in entered.items():
+            if number == last:
+                by_name.setdefault(name, []).append(rank)
+        there = [rank for ranks in by_name.values() for rank in ranks if rank in waiting]
+        behind = [rank for rank, (number, _) in entered.items() if number < last]
+        if there and len(by_name) > 1:
+            each = ", ".join(f"{named(ranks)} in {name}" for name, ranks in by_name.items())
+            lines.append(f"  they are in different operations, number {last} of process group {group}: {each}")
+        if there and behind:
+            late += behind
+            are, wait = "is" if len(behind) == 1 else "are", "waits" if len(there) == 1 else "wait"
+            what = f"{' or '.join(by_name)} (number {last} of process group {group})"
+            lines.append(f"  {named(behind)} {are} not in {what}, in which {named(there)} {wait}")
+    return lines, late

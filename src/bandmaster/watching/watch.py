@@ -1,4 +1,4 @@
-"""`Watch`: the thread that looks for calls that make no progress, and tells of them."""
+"""`Watcher`: the thread that looks for calls that make no progress, and tells of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Group(NamedTuple):
         return None if ownership is None or work is None else (ownership.open_workers(), work)
 
 
-class Watch:
+class Watcher:
     """Looks for stalled calls of all open groups of this process, in a thread that runs as long as there are any.
 
     Attributes:
@@ -119,7 +119,7 @@ class Watch:
                 _log.exception("cannot look whether turns are waited for in vain")
 
 
-watch = Watch()
+watch = Watcher()
 
 
 def watched(start: Start) -> AbstractContextManager[object]:

@@ -131,11 +131,11 @@ def references(submitter: Submitter, owner: object, method: str, plan: CallPlan,
         plan: Its arguments.
         ranks: The ranks that run it.
     """
-    workers = submitter.workers
+    workers = submitter.workers()
     if not isinstance(workers, Refers):
         return submitter.submit_for_each(CallRequest(method, plan, ranks, owner=owner))
     submitter.work.wait_until_sent()
-    with submitter.admitted(submitter.label(method)):
+    with submitter.gate.admitted(submitter.label(method)):
         found = workers.refer(submitter.encoded(method, plan, ranks))
     return [found[rank] for rank in ranks]
 
