@@ -17,6 +17,7 @@ from clock import idle_time
 
 import bandmaster as bm
 from bandmaster import CallCancelled, CallTimeout, Dispatch, RemoteError, WorkerDied, register
+from bandmaster.wire.lanes import LaneClient
 
 
 class Unpicklable(Exception):
@@ -46,6 +47,14 @@ class Faulty(bm.Worker):
         if self.rank in ranks:
             raise ValueError(message)
         return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def raise_or_hold(self, gate):
+        """Fail on rank 0; the others end when the gate is there."""
+        if self.rank == 0:
+            raise ValueError("at once")
+        while not os.path.exists(gate):
+            time.sleep(0.001)
 
     @register(Dispatch.ONE_TO_ALL)
     def refuse(self, array):
@@ -672,3 +681,26 @@ def test_awaiting_a_call_has_its_timeout(group):
     with pytest.raises(CallTimeout, match=r"within 0\.3 s") as caught:
         asyncio.run(wait())
     caught.value.future.cancel()
+
+
+@pytest.mark.backends("local")
+def test_a_failed_rank_goes_on_though_an_earlier_call_is_found_to_have_ended_after_a_later_one(
+    make_group, gate, monkeypatch
+):
+    group = make_group(2, Faulty)
+    earlier = group.execute_rank_zero_async("raise_on", [0])
+    later = group.raise_or_hold.options(grace=None).submit(str(gate))
+    ticket, last = earlier._call.tickets[0], later._call.tickets[0]
+    resume = LaneClient.resume
+
+    def resume_both(workers, tickets):
+        """Let ranks go on, and then those of the earlier call, as another thread may that looks at it last."""
+        resume(workers, tickets)
+        if tickets.get(0) is last:
+            resume(workers, {0: ticket})
+
+    monkeypatch.setattr(LaneClient, "resume", resume_both)
+    gate.touch()
+    for future in (later, earlier):
+        assert isinstance(future.exception(20), RemoteError)
+    assert group.echo.submit(1).result(20) == [1, 1]

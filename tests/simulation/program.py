@@ -60,6 +60,23 @@ class Subject(bm.Worker):
         await asyncio.sleep(plan.seconds)
         return self._ended(token, plan)
 
+    @bm.register("ONE_TO_ALL")
+    def items(self, token):
+        """A call that yields items, as many as its token says."""
+        plan = self._begun(token)
+        for number in range(token % 4):
+            sync.sleep(plan.seconds)
+            yield token, self.rank, number
+        self._ended(token, plan)
+
+    @bm.register("REQUEST", concurrency=4)
+    async def chunk(self, tokens, width):
+        """A request for some rows, which all have one token."""
+        plan = self._begun(int(tokens[0]))
+        await asyncio.sleep(plan.seconds)
+        self._ended(int(tokens[0]), plan)
+        return np.full((len(tokens), width), tokens[0])
+
     @bm.register("REQUEST")
     def exclusive(self, token, ballast=None):
         """A request that runs alone."""
@@ -110,6 +127,7 @@ class Kind(NamedTuple):
         passing: Share of steps in which rows of one call are passed to others.
         stalling: Share of steps of the main thread in which a rank stands still, and is noticed or not.
         mapping: Share of steps in which a thread maps a method over rows, or takes the results of ranks as they come.
+        yielding: Share of steps in which it takes the items of generators.
     """
 
     n_ranks: int
@@ -130,6 +148,7 @@ class Kind(NamedTuple):
     cutting: float = 0.0
     passing: float = 0.0
     mapping: float = 0.0
+    yielding: float = 0.0
     is_inprocess: bool = False
 
     @classmethod
@@ -156,6 +175,7 @@ class Kind(NamedTuple):
             passing=draw.choice([0.0, 0.0, 0.1, 0.3]),
             cutting=draw.choice([0.0, 0.0, 0.03]) if faults > 0.4 else 0.0,
             mapping=draw.choice([0.0, 0.0, 0.1, 0.3]),
+            yielding=draw.choice([0.0, 0.0, 0.1, 0.2]),
         )
         if draw.random() < 0.85:
             return drawn
@@ -170,6 +190,7 @@ class Sent:
         has_ballast: Whether it takes a large array as well.
         parent: The call whose rows it takes.
         parts: The requests of a map, in the order of the rows.
+        chunk: The number of rows of each request of a map, and their width; None for single rows.
         returns_errors: Whether a map goes on after a request that has failed.
         is_cancelled: Whether it may have been cancelled.
         cancelled_at: When it was cancelled for certain.
@@ -181,6 +202,7 @@ class Sent:
         self.cancelled_at = math.inf
         self.parent: Sent | None = None
         self.parts: list[Sent] = []
+        self.chunk: tuple[int, int] | None = None
         self.returns_errors = False
         self.future: Any = None
         self.is_cancelled = False
@@ -334,6 +356,9 @@ class Program:
         if draw.random() < kind.passing:
             self._pass_rows(draw, mine)
             return
+        if draw.random() < kind.yielding:
+            self._take_items(draw)
+            return
         if draw.random() < kind.mapping:
             if draw.random() < 0.3:
                 self._stream(draw)
@@ -424,6 +449,10 @@ class Program:
         whole = Sent(next(self._tokens), "map", {})
         whole.parts = [self._drawn(draw, asking=1.0) for _ in range(draw.choice([1, 2, 5, 12]))]
         whole.returns_errors = draw.random() < 0.3
+        if not whole.returns_errors and draw.random() < 0.3:
+            whole.chunk = draw.choice([1, 2, 3]), draw.choice([1, 10_000])
+            for part in whole.parts:
+                part.method, part.chunk = "chunk", whole.chunk
         if not whole.returns_errors and whole.hows & {"raise", "die"}:
             for part in whole.parts:
                 part.is_cancelled = True  # perhaps, as another one has failed
@@ -435,7 +464,12 @@ class Program:
         }
         self.world.note("maps", method, whole.token, [part.token for part in whole.parts], options)
         try:
-            mapped = getattr(self._group, method).map([part.token for part in whole.parts], **options)
+            tokens: Any = [part.token for part in whole.parts]
+            if whole.chunk is None:
+                mapped = getattr(self._group, method).map(tokens, **options)
+            else:
+                size, width = whole.chunk
+                mapped = self._group.chunk.map(np.repeat(tokens, size), width, chunk=size, **options)
             if is_iterated:
                 self._iterate(draw, whole, mapped, can_await)
             elif draw.random() < 0.5:
@@ -459,7 +493,9 @@ class Program:
 
         def take(future: Any, began: float) -> bool:
             """Take one; whether it was the last that is wanted."""
-            (row,) = future.numbers
+            size = 1 if whole.chunk is None else whole.chunk[0]
+            row = future.numbers[0] // size
+            self.world.check(len(future.numbers) == size, "the numbers of a chunk", whole.token, future.numbers)
             self.world.check(row in left, "a row comes twice", whole.token, row)
             part = left.pop(row)
             try:
@@ -521,6 +557,35 @@ class Program:
             stream.close()
             if left:
                 sent.cancel_at(self.world.now)
+        except KeyboardInterrupt:
+            sent.cancel_at(math.inf)
+            raise
+        except bm.BandmasterError as error:
+            self._judge(sent, error)
+
+    def _take_items(self, draw: random.Random) -> None:
+        """Take the items of generators as they come: all, or some, and then close the stream."""
+        sent, n_taken = self._drawn(draw, asking=0.0), draw.choice([math.inf, math.inf, 0, 1, 3])
+        sent.method, maxsize = "items", draw.choice([1, 2, 5])
+        came = dict.fromkeys(range(self.kind.n_ranks), 0)
+        self.world.note("takes items", sent.token, n_taken, maxsize)
+        try:
+            stream = self._group.items.options(maxsize=maxsize).stream(sent.token)
+            for future in stream if n_taken else ():
+                found = future.result()
+                expected = (sent.token, future.rank, came[future.rank])
+                self.world.check(found == expected, "another item", found, expected)
+                came[future.rank] += 1
+                if sum(came.values()) >= n_taken:
+                    break
+            else:
+                if n_taken:
+                    n_items = {*came.values(), sent.token % 4}
+                    self.world.check(len(n_items) == 1, "items do not come", sent.token, came)
+                    self.world.check(sent.hows <= {"value", "large"}, "a generator that fails has ended", sent.token)
+            sent.is_cancelled = True
+            stream.close()
+            sent.cancel_at(self.world.now)
         except KeyboardInterrupt:
             sent.cancel_at(math.inf)
             raise
@@ -763,6 +828,8 @@ class Program:
         elif isinstance(outcome, bm.RemoteError) and NOT_CONSTRUCTED in str(outcome.__cause__):
             is_call = sent.method not in ("ask", "exclusive") and not sent.parts
             world.check(self.is_renewed and is_call, "a request comes before the constructor", sent.token, outcome)
+        elif isinstance(outcome, bm.RemoteError) and isinstance(outcome.__cause__, LookupError):
+            world.check(self.is_renewed and sent.method == "items", "a generator is gone", sent.token, outcome)
         elif isinstance(outcome, bm.RemoteError):
             world.check("raise" in hows, "a call fails that does not", sent.token, outcome)
             cause = outcome.__cause__
@@ -774,6 +841,11 @@ class Program:
             world.check(self.is_renewed, "a group is closed that nobody closes", sent.token)
         elif isinstance(outcome, BaseException):
             world.fail(f"call {sent.token} has {outcome!r}")
+        elif sent.chunk is not None:
+            size, width = sent.chunk
+            rows = np.repeat([part.token for part in sent.parts or [sent]], size)
+            is_right = outcome.shape == (len(rows), width) and bool((outcome == rows[:, None]).all())
+            world.check(is_right, "the rows of another map", sent.token)
         elif sent.parts:
             self._judge_map(sent, outcome)
         elif sent.method == "rows":
@@ -846,6 +918,7 @@ class Program:
         self.world.check(not writer.has_leases, "leases of ranks are left", writer._segments)
         for rank in ranks:
             self.world.check(not rank.has_leases, "leases of the controller are left", rank)
+            self.world.check(not rank.streams or self.kind.n_interrupts, "generators are left", rank, rank.streams)
 
     def _settle(self) -> None:
         """Wait until the threads of the library have ended, and check that nothing is left."""

@@ -16,7 +16,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bandmaster.codec import Payload, encode
-from bandmaster.contract import CALLS_BACK, CONSTRUCT, MORE_ITEMS, Rows, Signs
+from bandmaster.contract import (
+    CALLS_BACK,
+    CLOSE_STREAM,
+    CONSTRUCT,
+    MORE_ITEMS,
+    NEXT,
+    OPEN_STREAM,
+    STREAM,
+    Rows,
+    Signs,
+)
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.wire.lane import Lane
 from bandmaster.wire.messages import (
@@ -34,7 +44,7 @@ from bandmaster.wire.segment_reader import NO_ROWS, kept_name
 from bandmaster.wire.segments import SegmentWriter
 from bandmaster.wire.status_page import N_SLOTS, Interrupted
 from bandmaster.worker import Report
-from bandmaster.worker_process.executor import NOT_CONSTRUCTED, Executor
+from bandmaster.worker_process.executor import END, NOT_CONSTRUCTED, Executor
 from bandmaster.worker_process.loop import claimed, reply
 from simulation.net import Socket
 from simulation.world import World
@@ -107,6 +117,7 @@ class Running:
         self.is_over = False
         self.since = 0.0
         self.ballast: list[Any] = []
+        self.stream: str | None = None  # whose item it makes
 
 
 class Rank:
@@ -116,6 +127,7 @@ class Rank:
         pid: Its process, a number that no true process has.
         failed: The number of the failed call at whose fence it waits; 0 for none.
         is_alive: Whether its process has not ended.
+        streams: The token of each generator that has begun, and the number of its next item.
     """
 
     def __init__(self, world: World, group: Any, rank: int, pid: int, taken: Socket, context: Any) -> None:
@@ -138,6 +150,7 @@ class Rank:
         self.cpu_s = 0.0
         self.died = ""
         self.begun: set[Any] = set()  # the tokens of calls that have begun
+        self.streams: dict[str, list[int]] = {}
         self._aside: deque[Any] = deque()
         self._given_up: set[int] = set()
         self._replies: list[Any] = []
@@ -278,19 +291,46 @@ class Rank:
         if running.method == "on_replace":
             self._soon(self._latency(), self._end, running, None)
             return
-        running.token = args[0]
-        running.plan = plan = self.world.program.plan_of(args[0], self.rank)  # type: ignore[attr-defined]
+        if running.method in (OPEN_STREAM, NEXT, CLOSE_STREAM):
+            self._run_items(running, args, kwargs)
+            return
+        running.token = int(args[0][0]) if running.method == "chunk" else args[0]
+        running.plan = plan = self.world.program.plan_of(running.token, self.rank)  # type: ignore[attr-defined]
         self.world.note("begins", self.group.name, self.rank, running.token)
         self.begun.add(running.token)
-        running.ballast = [*args[1:], *kwargs.values()]
+        running.ballast = [] if running.method == "chunk" else [*args[1:], *kwargs.values()]
         self._check_ballast(running)
         value: Any = (running.token, self.rank)
         if running.method == "rows" and plan.how in ("value", "large"):
             value = np.full((2, 10_000), running.token)
+        elif running.method == "chunk" and plan.how in ("value", "large"):
+            value = np.full((len(args[0]), args[1]), running.token)
         elif plan.how == "large":
             value = (*value, np.full(12_000, running.token))
         elif plan.how == "raise":
             value = Raised(running.token, self.rank)
+        self._soon(plan.seconds + self._latency(), self._end, running, value)
+
+    def _run_items(self, running: Running, args: Any, kwargs: Any) -> None:
+        """Begin a generator, make its next item, or close it."""
+        stream = running.stream = kwargs[STREAM] if running.method == OPEN_STREAM else args[0]
+        if running.method == OPEN_STREAM:
+            self.streams[stream] = [args[0], 0]
+        if running.method == CLOSE_STREAM or stream not in self.streams:
+            self.streams.pop(stream, None)
+            gone = None if running.method == CLOSE_STREAM else LookupError("no such generator")
+            self._soon(self._latency(), self._end, running, gone)
+            return
+        running.token, number = self.streams[stream]
+        self.streams[stream][1] += 1
+        plan = self.world.program.plan_of(running.token, self.rank)  # type: ignore[attr-defined]
+        is_last = number == running.token % 4
+        running.plan = plan if is_last else plan._replace(how="value")
+        self.world.note("begins an item", self.group.name, self.rank, running.token, number)
+        self.begun.add(running.token)
+        value: Any = (running.token, self.rank, number)
+        if is_last:
+            value = Raised(running.token, self.rank) if plan.how == "raise" else END
         self._soon(plan.seconds + self._latency(), self._end, running, value)
 
     def _end(self, running: Running, value: Any) -> None:
@@ -298,6 +338,8 @@ class Rank:
         if running.is_over or not self.is_alive:
             return
         running.is_over = True
+        if running.stream is not None and (value is END or isinstance(value, BaseException)):
+            self.streams.pop(running.stream, None)
         if running.plan.how == "die":
             self.end("killed by SIGKILL")
             return

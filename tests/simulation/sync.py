@@ -21,7 +21,7 @@ _names = itertools.count(1)
 def _block(ready, timeout, waits, is_interruptible=True):
     """Wait in the world; where no program runs, what is waited for must be there."""
     world = worlds.world
-    if world is None or (world.failure and world.current is not world.main):
+    if world is None:
         raise worlds.WorldEnded
     return world.block(ready, math.inf if timeout is None else world.now + timeout, waits, is_interruptible)
 

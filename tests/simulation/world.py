@@ -206,7 +206,7 @@ class World:
         """Wait until a function returns True or a moment has come. Returns what the function says then."""
         assert not self.is_in_event, f"an event waits for {waits}"
         if self.failure:
-            raise WorldEnded
+            self._stop()
         me = self.current
         while True:
             me.ready, me.deadline, me.waits, me.is_interruptible = ready, deadline, waits, is_interruptible
@@ -298,7 +298,8 @@ class World:
         except ThreadEnds:
             pass
         except BaseException as error:
-            self.fail(f"thread {task.name} has died: {''.join(traceback.format_exception(error))}")
+            if not task.is_killed:  # else what it has left undone may have failed
+                self.fail(f"thread {task.name} has died: {''.join(traceback.format_exception(error))}")
         del target  # here, as what ends with it may let other threads run
         task.is_over = True
         self.tasks.remove(task)

@@ -78,6 +78,7 @@ class LaneClient(Client):
         self._lanes: dict[int, Lane] = {}
         self._queues: dict[int, deque[_Outgoing]] = {}  # messages that a worker that is busy has not taken yet
         self._n_beside: dict[int, int] = {}  # how many of these are no calls
+        self._resumed: dict[int, int] = {}  # the last call, by number, after which each rank was let go on
         self._sender: threading.Thread | None = None
         self._teller: threading.Thread | None = None  # as long as there are leases
         self._is_over = threading.Event()  # set with `is_stopped`
@@ -352,9 +353,12 @@ class LaneClient(Client):
 
     def resume(self, tickets: Mapping[int, MessageTicket]) -> None:
         """Let ranks begin their next calls; see `contract.Workers.resume`."""
-        for rank, ticket in tickets.items():
-            if rank not in self.deaths and not ticket.is_dropped:  # it may not have seen the last one's number yet
-                status_page.resume(self.processes[rank], ticket.number)
+        with self.lock:
+            for rank, ticket in tickets.items():
+                is_last = ticket.number > self._resumed.get(rank, 0)  # a rank may not have seen the last number yet
+                if is_last and rank not in self.deaths and not ticket.is_dropped:
+                    self._resumed[rank] = ticket.number
+                    status_page.resume(self.processes[rank], ticket.number)
 
     def stacks(self, tickets: Mapping[int, MessageTicket]) -> dict[int, str]:
         """The stacks of ranks; see `contract.Workers.stacks`."""
