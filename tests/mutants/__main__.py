@@ -17,7 +17,7 @@ from mutants.mutants import MUTANTS, TESTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 LONGER_S = 130.0  # than a program may take that does not end
-LEFT_OUT = (".git", ".venv", ".verl", ".vllm", ".agents", "__pycache__", ".*_cache", "site", "dist", "*.egg-info")
+LEFT_OUT = (".git", ".v*", ".agents", ".bench", "__pycache__", ".*_cache", "site", "dist", "*.egg-info")
 FINDERS = ("simulation", "tests", "fuzz")
 
 

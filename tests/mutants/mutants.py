@@ -30,12 +30,6 @@ TESTS = {  # what tests the room of a mutant, the quickest first; "on hosts:" ha
     "requests": ("test_map", "test_requests", "test_request_streams", "test_cancel", "test_callers"),
     "hosts": ("test_agents", "test_hosts", "on hosts:test_contract", "on hosts:test_handles", "on hosts:test_requests"),
     "watching": ("test_stalls", "test_stall_shapes", "test_stall_policies"),
-    "rows": ("test_handle_arithmetic", "test_handles", "test_laws"),
-    "codec": ("test_codec", "test_laws", "test_contract"),
-    "plan": ("test_planning", "test_collect", "test_batch", "test_laws"),
-    "answering": ("test_requests", "test_cancel", "test_callers", "test_request_streams"),
-    "worker_process": ("test_executor", "test_worker", "test_contract"),
-    "rl": ("test_engine_weights", "test_weights"),
 }
 
 MUTANTS = [

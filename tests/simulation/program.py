@@ -10,7 +10,8 @@ import math
 import random
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -444,6 +445,17 @@ class Program:
                 if draw.random() < 0.3:
                     self._add_callback(sent)
 
+    @contextmanager
+    def _judged(self, sent: Sent) -> Iterator[None]:
+        """Judge the error that ends a block, if it is one of the library's; Ctrl-C may have cancelled the call."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            sent.cancel_at(math.inf)
+            raise
+        except bm.BandmasterError as error:
+            self._judge(sent, error)
+
     def _map(self, draw: random.Random, mine: list[Sent], can_await: bool) -> None:
         """Map a method over rows; iterate over the values, or have them as one, now or later."""
         whole = Sent(next(self._tokens), "map", {})
@@ -463,7 +475,7 @@ class Program:
             "on_error": "return" if whole.returns_errors else "raise",
         }
         self.world.note("maps", method, whole.token, [part.token for part in whole.parts], options)
-        try:
+        with self._judged(whole):
             tokens: Any = [part.token for part in whole.parts]
             if whole.chunk is None:
                 mapped = getattr(self._group, method).map(tokens, **options)
@@ -480,11 +492,6 @@ class Program:
                 began = self.world.now
                 self._judge(whole, mapped.result())
                 self._check_lateness(whole, began)
-        except KeyboardInterrupt:
-            whole.cancel_at(math.inf)
-            raise
-        except bm.BandmasterError as error:
-            self._judge(whole, error)
 
     def _iterate(self, draw: random.Random, whole: Sent, mapped: Any, can_await: bool) -> None:
         """Take values of a map as they come: all, or some, and then close it."""
@@ -539,7 +546,7 @@ class Program:
         sent, n_taken = self._drawn(draw, asking=0.0), draw.choice([math.inf, math.inf, 0, 1])
         left = set(range(self.kind.n_ranks))
         self.world.note("streams", sent.token, n_taken)
-        try:
+        with self._judged(sent):
             began = self.world.now
             stream = self._group.work.stream(*sent.args)
             for future in stream if n_taken else ():
@@ -557,11 +564,6 @@ class Program:
             stream.close()
             if left:
                 sent.cancel_at(self.world.now)
-        except KeyboardInterrupt:
-            sent.cancel_at(math.inf)
-            raise
-        except bm.BandmasterError as error:
-            self._judge(sent, error)
 
     def _take_items(self, draw: random.Random) -> None:
         """Take the items of generators as they come: all, or some, and then close the stream."""
@@ -569,7 +571,7 @@ class Program:
         sent.method, maxsize = "items", draw.choice([1, 2, 5])
         came = dict.fromkeys(range(self.kind.n_ranks), 0)
         self.world.note("takes items", sent.token, n_taken, maxsize)
-        try:
+        with self._judged(sent):
             stream = self._group.items.options(maxsize=maxsize).stream(sent.token)
             for future in stream if n_taken else ():
                 found = future.result()
@@ -586,11 +588,6 @@ class Program:
             sent.is_cancelled = True
             stream.close()
             sent.cancel_at(self.world.now)
-        except KeyboardInterrupt:
-            sent.cancel_at(math.inf)
-            raise
-        except bm.BandmasterError as error:
-            self._judge(sent, error)
 
     def _renew(self, draw: random.Random) -> None:
         """Restart the group, or replace a rank."""
