@@ -1,8 +1,8 @@
 """What do tensors on a GPU cost, which travel through the memory of the host? One worker, and one GPU.
 
 "argument": a tensor of the controller that is on the GPU arrives on that of the worker; beside it, the two copies alone
-(to the host and back), by pageable and by pinned memory. "weights": `rl.WeightSync` to another group on the same GPU;
-beside it, the copy from GPU to GPU of one process. "turn": a worker moves a model to the host, and another one its own
+(to the host and back), by pageable and by pinned memory. "weights": `rl.WeightSync` to another group on the same GPU,
+by way of the host and by ``share=True``; beside it, the copy within the GPU by one process. "turn": a worker moves a model to the host, and another one its own
 to the GPU. Needs a CUDA device.
 """
 
@@ -102,10 +102,12 @@ def weights(pool: bm.ResourcePool, nbytes: int, n: int) -> list[list[str]]:
     """Time of a sync to another group on the same GPU, of the copy alone, and of a turn."""
     source, target = bm.WorkerGroup(pool, Holder, nbytes), bm.WorkerGroup(pool, Holder, nbytes)
     with source.turn(target):
-        sync = rl.WeightSync(source, target)
         source.fill(1.0)
-        moved = median_of(sync, n)
+        moved = median_of(rl.WeightSync(source, target), n)
         assert target.has(1.0) == [True]
+        source.fill(2.0)
+        shared = median_of(rl.WeightSync(source, target, share=True), n)
+        assert target.has(2.0) == [True]
 
     def in_turn() -> None:
         for group in (source, target):
@@ -116,6 +118,7 @@ def weights(pool: bm.ResourcePool, nbytes: int, n: int) -> list[list[str]]:
     turned = median_of(in_turn, max(n // 3, 1)) / 2
     rows = [
         ("weights to another group", moved),
+        ("the same by share=True", shared),
         ("the copy on the GPU", copied),
         ("one turn, out and in", turned),
     ]

@@ -203,14 +203,52 @@ def test_a_sharded_model_trains_by_nccl_and_comes_back_from_its_checkpoint(pool,
     assert trainer.step(rows) == next_loss
 
 
-def test_weights_go_to_another_group_on_the_same_gpu(pool):
+@pytest.mark.parametrize("share", [False, True])
+def test_weights_go_to_another_group_on_the_same_gpu(share, pool):
     trainer, follower = bm.WorkerGroup(pool, Trainer, 0, mesh=Mesh(dp=1)), bm.WorkerGroup(pool, Follower)
-    sync = rl.WeightSync(trainer, follower, bucket_nbytes=40_000)
-    for version in range(3):
+    sync = rl.WeightSync(trainer, follower, bucket_nbytes=40_000, share=share)
+    for version in range(10):
         trainer.step(torch.ones(8, 64))
         sync(version=version)
         given, got = trainer.whole()[0], follower.whole()[0]
         assert all(torch.equal(given[name], got[name]) for name in given)
+
+
+class Lender(rl.HoldsWeights):
+    """One tensor of 1 GiB, which comes and goes."""
+
+    def __init__(self):
+        self.model = nn.Linear(1 << 14, 1 << 14, bias=False, device=self.device).requires_grad_(False)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fill(self, value):
+        self.model.weight.fill_(value)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sum(self):
+        return self.model.weight.double().sum().item() / self.model.weight.numel()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def move(self, device):
+        self.model.to(device)
+        torch.cuda.empty_cache()
+
+
+def test_memory_that_was_lent_is_free_when_its_owner_gives_it_up(pool):
+    lender, follower = bm.WorkerGroup(pool, Lender), bm.WorkerGroup(pool, Lender)
+    sync = rl.WeightSync(lender, follower, share=True)
+    for version in range(4):
+        lender.fill(float(version))
+        sync(version=version)
+        assert follower.sum() == [version]
+        before = torch.cuda.mem_get_info()[0]
+        lender.move("cpu")
+        assert torch.cuda.mem_get_info()[0] - before > 0.9 * (1 << 30)
+        if version == 1:
+            with pytest.raises(bm.RemoteError, match="move the model to the GPU before the sync"):
+                sync(version="not this one")
+            assert follower.sum() == [version]
+        lender.move("cuda")
 
 
 class Hybrid(bm.Worker):

@@ -78,10 +78,11 @@ def test_answers_and_log_probs_are_those_of_transformers(engine, reference):
     assert rl.Answer.joined(list(engine.tokens.stream(PROMPTS[0], GREEDY))).tokens == answer.tokens
 
 
-@pytest.mark.parametrize("delta", [False, True])
-def test_weights_of_a_trainer_on_the_same_gpu(delta, engine, trainer, reference):
-    sync = rl.WeightSync(trainer, engine, delta=delta)
-    for version in range(10 * delta + 1, 10 * delta + 6):
+@pytest.mark.parametrize("option", [None, "delta", "share"])
+def test_weights_of_a_trainer_on_the_same_gpu(option, engine, trainer, reference):
+    sync = rl.WeightSync(trainer, engine, **({option: True} if option else {}))
+    first = {None: 1, "delta": 11, "share": 21}[option]
+    for version in range(first, first + 5):
         trainer.nudge(version)
         sync(version=version)
         reference.follow(trainer)
@@ -100,12 +101,13 @@ def test_sleep_gives_the_cache_and_the_weights_up(engine):
     assert answers(engine) == expected
 
 
-def test_a_trainer_and_an_engine_in_one_process_take_turns(pool, model_path):
+@pytest.mark.parametrize("share", [False, True])
+def test_a_trainer_and_an_engine_in_one_process_take_turns(share, pool, model_path):
     reference = tiny_model.Reference(model_path)
     both = bm.colocate(pool, actor=(Trainer, model_path), rollout=(Rollout, model_path))
     actor, rollout = both.actor, both.rollout
     with actor.turn(rollout):
-        sync = rl.WeightSync(actor, rollout)
+        sync = rl.WeightSync(actor, rollout, share=share)
     for version in range(1, 4):
         with actor.turn():
             actor.draw(version)

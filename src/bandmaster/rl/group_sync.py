@@ -39,17 +39,9 @@ class GroupSync:
         self._buckets = self.plan.buckets(bucket_nbytes)
         self._replicas = replicas_in(self.plan) if is_compared else None
 
-    def run(self, version: Any) -> None:
-        """Move the weights, and wait until they are in use.
-
-        Args:
-            version: The receivers' new ``weights_version``.
-
-        Raises:
-            WorkerDied: A worker died. The other receivers have the old weights. If it died as the receivers changed to
-                the new ones, they have all the new or all the old ones: ``weights_version`` says which.
-            Exception: All errors of calls.
-        """
+    def run(self, version: Any, in_flight: str | None = None) -> None:
+        """Move the weights, and wait until they are in use; see `WeightSync`."""
+        refuse_in_flight(in_flight)
         received: list[Future[Any]] = []
         for moved in self._moves():
             received.append(moved)
@@ -57,15 +49,9 @@ class GroupSync:
                 received[-N_BUCKETS].result()
         self._switch(version, received).result()
 
-    def submit(self, version: Any) -> Future[Any]:
-        """Move the weights without waiting: ranks do it after the calls that were submitted before.
-
-        All buckets may be in transit at once, so that the senders' weights are in memory twice until they are received.
-
-        Returns:
-            A future that is done when the new weights are in use. If a call fails before the receivers change to the
-            new weights, the future has that error, and the receivers have the old weights.
-        """
+    def submit(self, version: Any, in_flight: str | None = None) -> Future[Any]:
+        """Move the weights without waiting; see `WeightSync`."""
+        refuse_in_flight(in_flight)
         return self._switch(version, [*self._moves()])
 
     def _switch(self, version: Any, received: Sequence[Future[Any]]) -> Future[Any]:
@@ -88,6 +74,15 @@ class GroupSync:
         rows = self._source.send_weights.submit(*arguments)[bucket.by_receiver]
         received: Future[Any] = self._target.receive_weights.submit(rows, bucket.incoming, sync, index == 0)
         return received
+
+
+def refuse_in_flight(in_flight: str | None) -> None:
+    """Raise UsageError if it is said what is to become of requests, which models do not have."""
+    if in_flight is not None:
+        raise UsageError(
+            f"in_flight={in_flight!r} is for engines, which run requests; the target is a group of models, whose "
+            "ranks change between two calls"
+        )
 
 
 def layout_of(group: Any, ranks: Iterable[int] | None) -> Layout:

@@ -11,6 +11,7 @@ from bandmaster.rl.engine_weights.sync import EngineSync, SyncFuture
 from bandmaster.rl.engine_weights.target import PauseMode
 from bandmaster.rl.group_sync import GroupSync
 from bandmaster.rl.resharding import Resharding
+from bandmaster.rl.shared_sync import SharedSync
 
 BUCKET_NBYTES = 64 << 20
 
@@ -56,6 +57,10 @@ class WeightSync:
             sent, on the CPU, spread over its ranks.
         heals: Replace replicas of engines that die, and give them the last weights, in the background. A sync leaves
             them out meanwhile. The source keeps a copy as with ``delta``, for the case that all replicas die.
+        share: Have the target read the source's tensors where they lie, on the GPU that both are on or in their common
+            process, in place of copies through the host. A rank of the source there must have all that a rank or
+            replica of the target needs. Do not change the weights of the source during a sync. No copy is kept: an
+            engine that fails in a sync, or whose source fails, answers nothing until the next one.
 
     Raises:
         UsageError: The workers of a group are not `HoldsWeights`; or a rank would both send and receive; or an option
@@ -91,30 +96,37 @@ class WeightSync:
         is_compared: bool = True,
         delta: bool = False,
         heals: bool = False,
+        share: bool = False,
     ) -> None:
-        self._engines: EngineSync | None = None
-        self._group: GroupSync | None = None
         self._healing: Healing | None = None
-        if callable(getattr(target, "use_weights", None)):
-            if to_ranks is not None:
+        is_engine = callable(getattr(target, "use_weights", None))
+        if is_engine and to_ranks is not None:
+            raise UsageError(
+                f"to_ranks={[*to_ranks]} chooses ranks of a model, but {target.name} is an engine, of which all "
+                "replicas get the weights; leave it out, or call restore(replica) for one that was replaced"
+            )
+        for name in [name for name, is_set in (("delta", delta), ("heals", heals)) if is_set]:
+            if share:
+                raise UsageError(f"{name}=True needs copies of the weights, and with share=True there are none")
+            if not is_engine:
                 raise UsageError(
-                    f"to_ranks={[*to_ranks]} chooses ranks of a model, but {target.name} is an engine, of which all "
-                    "replicas get the weights; leave it out, or call restore(replica) for one that was replaced"
+                    f"{name}=True is for groups of engines, which {getattr(target, 'name', target)!r} is not"
                 )
+        self._sync: EngineSync | GroupSync | SharedSync
+        if share:
+            self._sync = SharedSync(source, target, from_ranks, to_ranks, is_compared, is_engine)
+        elif is_engine:
             is_kept = delta or heals
-            self._engines = EngineSync(source, target, bucket_nbytes, from_ranks, is_compared, delta, is_kept, heals)
+            self._sync = EngineSync(source, target, bucket_nbytes, from_ranks, is_compared, delta, is_kept, heals)
             if heals:
-                self._healing = Healing(self._engines)
-            return
-        if delta or heals:
-            name = "delta" if delta else "heals"
-            raise UsageError(f"{name}=True is for groups of engines, which {getattr(target, 'name', target)!r} is not")
-        self._group = GroupSync(source, target, bucket_nbytes, from_ranks, to_ranks, is_compared)
+                self._healing = Healing(self._sync)
+        else:
+            self._sync = GroupSync(source, target, bucket_nbytes, from_ranks, to_ranks, is_compared)
 
     @property
     def plan(self) -> Resharding:
         """The moves between the groups, printable; with engines, from the source to each replica."""
-        return (self._engines or self._of_groups).plan
+        return self._sync.plan
 
     @property
     def sent_nbytes(self) -> int:
@@ -134,13 +146,9 @@ class WeightSync:
             WorkerDied: A worker died. The other receivers have the old weights. If it died as the receivers changed to
                 the new ones, they have all the new or all the old ones: ``weights_version`` says which.
             UsageError: ``in_flight`` is given for a group that is no engine.
-            Exception: All errors of calls. Receivers have the old weights.
+            Exception: All errors of calls. Receivers have the old weights; see ``share`` for the exception.
         """
-        if self._engines is not None:
-            self._engines.run(version, in_flight or "keep")
-        else:
-            self._check_no(in_flight)
-            self._of_groups.run(version)
+        self._sync.run(version, in_flight)
 
     def submit(self, version: Any = None, in_flight: PauseMode | None = None) -> Future[Any] | SyncFuture:
         """Move the weights without waiting: as they are after the calls to the source that were submitted before.
@@ -155,11 +163,11 @@ class WeightSync:
         Returns:
             A future that is done when the new weights are in use, and can be awaited. If a call fails before the
             receivers change to the new weights, the future has that error, and the receivers have the old weights.
+
+        Raises:
+            UsageError: The sync was made with ``share=True``.
         """
-        if self._engines is not None:
-            return self._engines.submit(version, in_flight or "keep")
-        self._check_no(in_flight)
-        return self._of_groups.submit(version)
+        return self._sync.submit(version, in_flight)
 
     def restore(self, replica: int) -> None:
         """Bring the weights of the last sync to a replica of an engine that was replaced.
@@ -190,18 +198,9 @@ class WeightSync:
         return self._healing.wait(timeout)
 
     def _of_engines(self, what: str) -> EngineSync:
-        if self._engines is None:
-            raise UsageError(f"{what} is for groups of engines; the target of this rl.WeightSync is a group of models")
-        return self._engines
-
-    @property
-    def _of_groups(self) -> GroupSync:
-        assert self._group is not None, "the target is no engine"
-        return self._group
-
-    def _check_no(self, in_flight: str | None) -> None:
-        if in_flight is not None:
+        if not isinstance(self._sync, EngineSync):
             raise UsageError(
-                f"in_flight={in_flight!r} is for engines, which run requests; the target is a group of models, whose "
-                "ranks change between two calls"
+                f"{what} is for copies of weights that engines get; the target of this rl.WeightSync is a group of "
+                "models, or it was made with share=True"
             )
+        return self._sync

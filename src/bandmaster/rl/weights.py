@@ -24,6 +24,7 @@ from bandmaster.rl.engine_weights.packing import Piece
 from bandmaster.rl.engine_weights.source import NO_REPLICAS, PacksWeights
 from bandmaster.rl.exchange import fill, pack
 from bandmaster.rl.layout import Box
+from bandmaster.rl.lent_weights import LentWeights
 from bandmaster.rl.local_tensors import local_tensor, own_boxes, tensor_specs
 
 if TYPE_CHECKING:
@@ -140,13 +141,33 @@ class HoldsWeights(PacksWeights):
         Raises:
             UsageError: The staged weights belong to another sync.
         """
-        if not received:
+        if received:
+            self._use_whole(self._staged_by(received[0]), version)
+
+    @register(Dispatch.ONE_TO_ALL, arguments={"lent": PerRank()})
+    def copy_weights(self, lent: LentWeights | None, version: Any) -> None:
+        """Copy lent weights into those of this rank. Ranks without any stay as they are.
+
+        Args:
+            lent: The weights, of which this rank may need a part.
+            version: The new ``weights_version``.
+        """
+        if lent is None:
             return
-        staged = self._staged_by(received[0])
+        import torch
+
+        weights = self.weights()
+        boxes = own_boxes(weights)
+        self._use_whole({name: lent[name][box.slices(lent.boxes[name])] for name, box in boxes.items()}, version)
+        if any(weight.is_cuda for weight in weights.values()):
+            torch.cuda.synchronize()
+
+    def _use_whole(self, tensors: Mapping[str, Tensor], version: Any) -> None:
+        """Copy tensors into the weights in use, all of them also if the call is interrupted."""
         try:
-            self._use(staged, version)
+            self._use(tensors, version)
         except KeyboardInterrupt:  # for example, another rank has died: copy all again, so that versions do not mix
-            self._use(staged, version)
+            self._use(tensors, version)
             raise
 
     def _staged_by(self, sync: int) -> dict[str, Tensor]:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from bandmaster import Broadcast, Concat, PerRank, TransferProtocol, UsageError, Worker, register
+from bandmaster import Broadcast, Concat, Dispatch, PerRank, TransferProtocol, UsageError, Worker, register
 from bandmaster.rl.checksums import checksums
 from bandmaster.rl.engine_weights.packing import Packed, Piece, pack_pieces
+from bandmaster.rl.lent_weights import LentWeights, Memory
 from bandmaster.rl.local_tensors import local_tensor, own_boxes
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ FROM_RANKS = TransferProtocol(PerRank(), Concat("rank"))
 ARGUMENTS: Mapping[str, Broadcast | PerRank] = {
     "dtypes": Broadcast(),
     "sync": Broadcast(),
-    "base": Broadcast(),
     "checksums": Broadcast(),
     "replicas": PerRank(),
 }
@@ -29,6 +29,8 @@ class PacksWeights(Worker):
     """Methods that `WeightSync` calls to send weights to engines, in the engines' dtypes."""
 
     _snapshots: Mapping[int, dict[Piece, Tensor]] = MappingProxyType({})  # cast pieces on the CPU, by the sync
+
+    _loan: LentWeights | None = None
 
     def weights(self) -> Mapping[str, Tensor]:
         """The weights by name; see `HoldsWeights.weights`."""
@@ -40,7 +42,7 @@ class PacksWeights(Worker):
         weights = self.weights()
         return [dict(zip(names, checksums(local_tensor(weights[name]) for name in names), strict=True))]
 
-    @register(FROM_RANKS, arguments=ARGUMENTS)
+    @register(FROM_RANKS, arguments={**ARGUMENTS, "base": Broadcast()})
     def snapshot_weights(
         self,
         outgoing: Sequence[Piece],
@@ -76,7 +78,7 @@ class PacksWeights(Worker):
         self._snapshots = {**self._snapshots, sync: snapshot}
         return [sync]
 
-    @register(FROM_RANKS, arguments=ARGUMENTS)
+    @register(FROM_RANKS, arguments={**ARGUMENTS, "base": Broadcast()})
     def pack_weights(
         self,
         outgoing: Sequence[Piece],
@@ -104,6 +106,45 @@ class PacksWeights(Worker):
         new = {piece: kept[piece] for piece in outgoing} if kept is not None else self._cast(outgoing, dtypes)
         old = {} if base is None else self._snapshots.get(base, {})
         return [pack_pieces((tensor, old.get(piece)) for piece, tensor in new.items())]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def weights_memory(self) -> Memory:
+        """The memory in which the weights are."""
+        return Memory.of(self)
+
+    @register(FROM_RANKS, arguments=ARGUMENTS)
+    def lend_weights(
+        self,
+        names: Sequence[str],
+        dtypes: Mapping[str, str],
+        sync: int,
+        checksums: Sequence[Mapping[str, int]] = (),
+        replicas: Mapping[str, int] = NO_REPLICAS,
+    ) -> list[LentWeights]:
+        """Return one row: this rank's parts of some weights where they lie, until the end of the loan.
+
+        Args:
+            names: The weights.
+            dtypes: The dtype in which to lend each, by name; one of another dtype is lent as a copy.
+            sync: Identifies the sync.
+            checksums: For each rank, the checksums of its tensors by name.
+            replicas: The first rank that has the same part of a tensor, by the name of the tensor.
+
+        Raises:
+            UsageError: A tensor's checksum differs from that of the other rank.
+        """
+        import torch
+
+        self.check_replicas(checksums, replicas)
+        found = {name: weight for name, weight in self.weights().items() if name in {*names}}
+        parts = {name: local_tensor(weight).detach().to(getattr(torch, dtypes[name])) for name, weight in found.items()}
+        self._loan = LentWeights(sync, parts, own_boxes(found))
+        return [self._loan]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def end_loan(self) -> None:
+        """Forget what was lent, which all readers have read."""
+        self._loan = None
 
     def check_replicas(self, checksums: Sequence[Mapping[str, int]], replicas: Mapping[str, int]) -> None:
         """Compare the checksums of this rank's weights with those of the ranks that have the same parts.

@@ -85,9 +85,9 @@ class EngineSync(Restores):
         self.source = source
         self._is_delta, self._is_kept, self._spares_dead = is_delta, is_kept, spares_dead
         given, said = layout_of(source, from_ranks), target.expected_weights.all().result()
-        self.specs = _agreed(said, target.name) or dict(given.tensors)
+        self.plan = plan_into_engines(given, said, target.name)
+        self.specs = self.plan.target.tensors
         self._dtypes = {name: dtype for name, (_, dtype) in self.specs.items()}
-        self.plan: Resharding = reshard(_cast(given, self.specs), _whole(self.specs))
         super().__init__(target, len(said), bucket_nbytes)
         self._buckets = [
             [tuple((m.name, m.box) for m in moves if m.sender == s) for s in range(given.n_ranks)]
@@ -97,15 +97,15 @@ class EngineSync(Restores):
         self.sent_nbytes = 0
         self.held: Held | None = None
 
-    def run(self, version: Any, in_flight: PauseMode) -> None:
+    def run(self, version: Any, in_flight: PauseMode | None) -> None:
         """Bring the weights of the source to all replicas, and wait until they use them."""
-        _check_in_flight(in_flight)
+        check_in_flight(in_flight)
         with self.lock:
-            self._finish(self._begin(is_all=False), version, in_flight)
+            self._finish(self._begin(is_all=False), version, in_flight or "keep")
 
-    def submit(self, version: Any, in_flight: PauseMode) -> SyncFuture:
+    def submit(self, version: Any, in_flight: PauseMode | None) -> SyncFuture:
         """Send the weights as they are after the calls that were submitted before. Waits for earlier syncs alone."""
-        _check_in_flight(in_flight)
+        check_in_flight(in_flight)
         future = SyncFuture()
         future.set_running_or_notify_cancel()
         self.lock.acquire()
@@ -113,7 +113,7 @@ class EngineSync(Restores):
             begun = self._begin(is_all=True)
             threading.Thread(
                 target=self._finish_in_background,
-                args=(future, begun, version, in_flight),
+                args=(future, begun, version, in_flight or "keep"),
                 name="bandmaster-weights",
                 daemon=True,
             ).start()
@@ -292,9 +292,25 @@ def _is(kind: type[BaseException], error: BaseException) -> bool:
     return isinstance(error, RemoteError) and isinstance(error.__cause__, kind)
 
 
-def _check_in_flight(in_flight: str) -> None:
-    if in_flight not in IN_FLIGHT:
+def check_in_flight(in_flight: str | None) -> None:
+    """Raise UsageError unless an engine knows what is to become of requests in flight."""
+    if in_flight is not None and in_flight not in IN_FLIGHT:
         raise UsageError(f"in_flight must be one of {', '.join(map(repr, IN_FLIGHT))}, got {in_flight!r}")
+
+
+def plan_into_engines(given: Layout, said: Sequence[Expected], name: str) -> Resharding:
+    """The moves from the ranks of a source to a replica, which gets whole tensors in its own dtypes.
+
+    Args:
+        given: The layout of the source.
+        said: The tensors that each replica takes.
+        name: The name of the engines' group.
+
+    Raises:
+        LayoutError: Replicas take different tensors, or some that the source does not have.
+    """
+    specs = _agreed(said, name) or dict(given.tensors)
+    return reshard(_cast(given, specs), Layout(specs, [{one: whole_box(spec) for one, spec in specs.items()}]))
 
 
 def _agreed(said: Sequence[Expected], name: str) -> dict[str, Spec] | None:
@@ -322,8 +338,3 @@ def _cast(given: Layout, wanted: Mapping[str, Spec]) -> Layout:
         other = wanted.get(name, (shape, dtype))[1]
         tensors[name] = shape, other if dtype in FLOATS and other in FLOATS else dtype
     return Layout(tensors, given.boxes)
-
-
-def _whole(specs: Mapping[str, Spec]) -> Layout:
-    """The layout of one rank that has all tensors whole."""
-    return Layout(specs, [{name: whole_box(spec) for name, spec in specs.items()}])

@@ -7,6 +7,8 @@
       was staged        memory beside          resume; on an
       and not used      the engine             error the old      revert_weights
                                                tensors again      back to the old tensors, or discards the staged ones
+                        use_lent_weights ────►
+                          reads the trainer's memory
 
 All are requests, so that they reach an engine that is busy. `use_weights` holds the engine in one request from the
 pause to the end, so that no other call has to come through to one that is paused. Tensors are copied in another thread
@@ -27,6 +29,7 @@ from bandmaster import Dispatch, UsageError, Worker, register, report
 from bandmaster.rl.engine_weights.packing import Packed, Piece, pack_pieces, unpack_pieces
 from bandmaster.rl.engine_weights.staged import Place, StagedWeights
 from bandmaster.rl.layout import Spec
+from bandmaster.rl.lent_weights import LentWeights, Memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,7 +91,7 @@ class AwaitWeights(NamedTuple):
 class _Before(NamedTuple):
     """The weights that an engine had, and their version."""
 
-    weights: StagedWeights | None
+    weights: StagedWeights | LentWeights | None
     version: Any
 
 
@@ -100,7 +103,7 @@ class TakesWeights(Worker):
     """
 
     weights_version: Any = None
-    _used: StagedWeights | None = None  # those that the engine has; None before the first sync
+    _used: StagedWeights | LentWeights | None = None  # those that the engine has; None before the first sync
     _incoming: StagedWeights | None = None  # those of a sync that is not over
     _copier: ThreadPoolExecutor | None = None
     _shares = False  # whether another rank of the host stages them
@@ -117,8 +120,9 @@ class TakesWeights(Worker):
         """Have the engine use other weights from now on. It makes no tokens meanwhile.
 
         Args:
-            weights: Whole tensors by their names in a checkpoint, on the CPU, in the order of the checkpoint. They must
-                not be changed, and stay as they are until the next call of this method has returned.
+            weights: Whole tensors by their names in a checkpoint, in the order of the checkpoint. They must not be
+                changed. They are on the CPU, and stay as they are until the next call of this method has returned; or,
+                by a sync with ``share=True``, those of the trainer, which may change once this call has returned.
 
         Raises:
             Exception: The engine does not take them. It then gets its earlier weights by another call.
@@ -161,7 +165,7 @@ class TakesWeights(Worker):
         """Load weights, by default by `load_weights`.
 
         Args:
-            weights: The weights; a `StagedWeights` unless they are the first ones.
+            weights: The weights; a `StagedWeights` or `LentWeights` unless they are the first ones.
             version: Their version.
         """
         self.load_weights(weights)
@@ -177,6 +181,11 @@ class TakesWeights(Worker):
     async def weights_place(self) -> Place:
         """Return the process that stages weights for the ranks of this replica on its host."""
         return Place.here()
+
+    @register(Dispatch.REQUEST, concurrency=CONTROL)
+    async def engine_memory(self) -> Memory:
+        """Return the memory that `load_weights` can read without a copy."""
+        return Memory.of(self)
 
     @register(Dispatch.REQUEST, concurrency=CONTROL)
     async def begin_weights(self, sync: int, base: int | None, specs: Mapping[str, Spec], place: Place) -> None:
@@ -203,6 +212,7 @@ class TakesWeights(Worker):
         elif self._used is None or self._used.sync != base:
             raise NoBase("this rank does not have the weights that the changes are for")
         else:
+            assert isinstance(self._used, StagedWeights), "no sync of lent weights is a base"
             self._incoming = await self._in_thread(self._used.copy, sync)
 
     @register(Dispatch.REQUEST, concurrency=CONTROL)
@@ -240,9 +250,22 @@ class TakesWeights(Worker):
             Exception: The error of the engine; it has its earlier weights, or says why it is unusable.
         """
         staged = StagedWeights.opened(address) if self._shares else self._of_sync(sync)
-        self._incoming = None
-        self._switch = asyncio.create_task(self._take_over(staged, version, in_flight))
-        await asyncio.shield(self._switch)  # a cancel, as another rank has failed, does not stop it half-way
+        await self._switch_to(staged, version, in_flight)
+
+    @register(Dispatch.REQUEST, concurrency=CONTROL)
+    async def use_lent_weights(self, lent: LentWeights, version: Any, in_flight: PauseMode) -> None:
+        """Have the engine read weights where they lie. If it fails to, it gets its earlier ones, if these are kept.
+
+        Args:
+            lent: The weights.
+            version: Their version.
+            in_flight: What becomes of requests that run; see `Engine.pause`.
+
+        Raises:
+            Exception: The error of the engine; it has its earlier weights, or says why it is unusable.
+        """
+        self.check_takes_weights()
+        await self._switch_to(lent, version, in_flight)
 
     @register(Dispatch.REQUEST, concurrency=CONTROL)
     async def confirm_weights(self, sync: int) -> None:
@@ -261,9 +284,9 @@ class TakesWeights(Worker):
 
     @register(Dispatch.REQUEST, concurrency=CONTROL)
     async def held_weights(self) -> HeldWeights | None:
-        """Return which weights this replica has; None before the first sync."""
+        """Return which weights this replica has, and could give; None before the first sync, and if it keeps none."""
         used = self._used
-        return None if used is None else HeldWeights(used.sync, self.weights_version, used.specs)
+        return HeldWeights(used.sync, self.weights_version, used.specs) if isinstance(used, StagedWeights) else None
 
     @register(Dispatch.REQUEST, concurrency=CONTROL)
     async def give_weights(self, names: Sequence[Sequence[str]], sync: int) -> list[Packed]:
@@ -316,7 +339,13 @@ class TakesWeights(Worker):
                 f"group.replace({self.rank})"
             )
 
-    async def _take_over(self, weights: StagedWeights, version: Any, in_flight: PauseMode) -> None:
+    async def _switch_to(self, weights: StagedWeights | LentWeights, version: Any, in_flight: PauseMode) -> None:
+        """Take other weights. A cancel of the request, as another rank has failed, does not stop that half-way."""
+        self._incoming = None
+        self._switch = asyncio.create_task(self._take_over(weights, version, in_flight))
+        await asyncio.shield(self._switch)
+
+    async def _take_over(self, weights: StagedWeights | LentWeights, version: Any, in_flight: PauseMode) -> None:
         """Load weights, and say so; if the engine does not take them, load those from before."""
         before = _Before(self._used, self.weights_version)
         async with self.held(in_flight):
@@ -352,6 +381,8 @@ class TakesWeights(Worker):
     async def _load_again(self, before: _Before, why: str) -> None:
         """Load the weights from before. If that fails, the engine is unusable, and its requests are given up."""
         try:
+            if isinstance(before.weights, LentWeights):
+                raise UsageError("it had read them in the trainer's memory, and keeps no copy")
             weights = await self._in_thread(self.first_weights) if before.weights is None else before.weights
             await self.load_staged(weights, before.version)
         except Exception as error:
@@ -363,7 +394,7 @@ class TakesWeights(Worker):
         else:
             self._have(before.weights, before.version)
 
-    def _have(self, weights: StagedWeights | None, version: Any) -> None:
+    def _have(self, weights: StagedWeights | LentWeights | None, version: Any) -> None:
         """Note which weights the engine has, before it makes tokens with them."""
         if self._unusable or self._arrived is not None:
             report(self, load=0)

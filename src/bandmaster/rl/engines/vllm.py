@@ -22,10 +22,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bandmaster import Mesh, UsageError, report
+from bandmaster import Dispatch, Mesh, UsageError, register, report
 from bandmaster.rl.engine_weights.checkpoint import as_engine_has_them, checkpoint_specs
 from bandmaster.rl.engine_weights.staged import StagedWeights
-from bandmaster.rl.engine_weights.target import EngineDied, PauseMode
+from bandmaster.rl.engine_weights.target import CONTROL, EngineDied, PauseMode
 from bandmaster.rl.engines import vllm_start
 from bandmaster.rl.engines.answers import Answer
 from bandmaster.rl.engines.completions import Conversation, Prompt
@@ -35,6 +35,7 @@ from bandmaster.rl.engines.vllm_checkpoint import checkpoint_weights, model_fold
 from bandmaster.rl.engines.vllm_plugin import WEIGHTS
 from bandmaster.rl.engines.vllm_values import DEFAULT_VERSION, answers_of, metrics_of, sampling_params
 from bandmaster.rl.layout import Spec, in_buckets
+from bandmaster.rl.lent_weights import LentWeights, Memory
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -372,6 +373,21 @@ class VLLM(Engine):
 
     # --- weights ---
 
+    @register(Dispatch.REQUEST, concurrency=CONTROL)
+    async def engine_memory(self) -> Memory:
+        """Return the GPU of vLLM's process, which can read no other memory of its worker.
+
+        Raises:
+            UsageError: The replica has several ranks.
+        """
+        if self._llm is not None:
+            raise UsageError(
+                f"share=True is for engines with all their devices in one rank, and this replica has "
+                f"{self._replica.n_ranks} ranks along tp; leave it out, so that weights are copied"
+            )
+        memory = Memory.of(self)
+        return memory._replace(place=memory.place._replace(pid=0))
+
     def weights_specs(self) -> dict[str, Spec] | None:
         """The tensors of the model's safetensors files, in the engine's dtype; None if there are no such files."""
         found = self._checkpoint()
@@ -433,7 +449,7 @@ class VLLM(Engine):
 
     async def load_staged(self, weights: Mapping[str, Any], version: Any) -> None:
         """Load weights by vLLM's weight transfer API, each time some of them."""
-        assert isinstance(weights, StagedWeights), "so are the first weights of this engine"
+        assert isinstance(weights, StagedWeights | LentWeights), "the first weights of this engine are staged as well"
         label = str(version) if type(version) is int else DEFAULT_VERSION
         rpc = self._rpc if self._engine is None else self._engine.collective_rpc
         await rpc("start_weight_update")

@@ -2,8 +2,8 @@
 
 ::
 
-    worker: VLLM ── StagedWeights, a file in memory
-                          │ its path
+    worker: VLLM ── StagedWeights, a file in memory; or LentWeights, the trainer's tensors on this GPU
+                          │ their address
     vLLM's process, one for each device: StagedWeightsEngine
                           │ model.load_weights
                           ▼
@@ -25,6 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
 from bandmaster.rl.engine_weights.staged import StagedWeights
+from bandmaster.rl.lent_weights import PREFIX, LentWeights
 
 LOG = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
@@ -36,7 +37,7 @@ class NoInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not there
 
 @dataclass
 class Some(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Some of the staged weights.
+    """Some of the weights of a sync.
 
     Attributes:
         address: Of the weights.
@@ -57,14 +58,15 @@ class StagedWeightsEngine(WeightTransferEngine[NoInit, Some]):  # type: ignore[m
 
     def start_weight_update(self) -> None:
         """Have the model's layers take weights in the form of a checkpoint."""
-        self._opened: StagedWeights | None = None
+        self._opened: StagedWeights | LentWeights | None = None
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Some) -> None:
         """Load some weights. After an error, all have to be loaded again."""
         try:
             if self._opened is None:
-                self._opened = StagedWeights.opened(update_info.address)
+                kind = LentWeights if update_info.address.startswith(PREFIX) else StagedWeights
+                self._opened = kind.opened(update_info.address)
             self.model.load_weights([(name, self._opened[name]) for name in update_info.names])
         except BaseException:
             self._finish()  # else layers would count what they have got to the next update

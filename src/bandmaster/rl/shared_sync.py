@@ -1,0 +1,110 @@
+"""`SharedSync`: has a group read the weights of another one where they lie; see `bandmaster.rl.lent_weights`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from secrets import randbits
+from typing import Any
+
+from bandmaster import UsageError
+from bandmaster.rl.engine_weights.peers import values_of
+from bandmaster.rl.engine_weights.sync import check_in_flight, plan_into_engines
+from bandmaster.rl.engine_weights.target import PauseMode
+from bandmaster.rl.group_sync import layout_of, refuse_in_flight, replicas_in
+from bandmaster.rl.layout import Box
+from bandmaster.rl.lent_weights import LentWeights, lenders
+from bandmaster.rl.resharding import Resharding, reshard
+
+
+class SharedSync:
+    """Has a group read weights where they lie, without a copy; see `WeightSync`."""
+
+    plan: Resharding
+
+    def __init__(
+        self,
+        source: Any,
+        target: Any,
+        from_ranks: Iterable[int] | None,
+        to_ranks: Iterable[int] | None,
+        is_compared: bool,
+        is_engine: bool,
+    ) -> None:
+        self._source, self._target, self._is_engine = source, target, is_engine
+        self._one_at_a_time = threading.Lock()
+        given = layout_of(source, from_ranks)
+        wanted: Sequence[Mapping[str, Box]]
+        if is_engine:
+            said, read = target.expected_weights.all().result(), target.engine_memory.all().result()
+            self.plan = plan_into_engines(given, said, target.name)
+            wanted = [self.plan.target.boxes[0]] * len(said)
+        else:
+            read = target.weights_memory()
+            self.plan = reshard(given, layout_of(target, to_ranks))
+            wanted = self.plan.target.boxes
+        lend = source.weights_memory()
+        self._lenders = lenders(given, lend, wanted, read, (source.name, target.name))
+        self._names = [
+            [name for name in self.plan.target.tensors if name in boxes] if rank in self._lenders else []
+            for rank, boxes in enumerate(given.boxes)
+        ]
+        self._replicas = replicas_in(self.plan) if is_compared else None
+
+    def run(self, version: Any, in_flight: PauseMode | None) -> None:
+        """Have the target use the weights, and wait until it does."""
+        if self._is_engine:
+            check_in_flight(in_flight)
+        else:
+            refuse_in_flight(in_flight)
+        with self._one_at_a_time:
+            sync = randbits(63)
+            dtypes = {name: dtype for name, (_, dtype) in self.plan.source.tensors.items()}
+            try:
+                self._use(self._source.lend_weights(self._names, dtypes, sync, *self._compared()), version, in_flight)
+                self._source.end_loan()
+            except BaseException:
+                self._quietly("revert_weights", sync)  # after which no replica reads any more
+                with contextlib.suppress(Exception):
+                    self._source.end_loan()
+                raise
+            self._quietly("confirm_weights", sync)
+
+    def submit(self, version: Any, in_flight: PauseMode | None) -> Any:
+        """Refuse: the source would go on, and change the weights while they are read."""
+        raise UsageError(
+            "an rl.WeightSync with share=True reads the weights of the source where they lie, so the source has to "
+            "wait for it: call sync(version) instead of submit, or make it without share=True"
+        )
+
+    def _use(self, lent: Sequence[LentWeights], version: Any, in_flight: PauseMode | None) -> None:
+        """Have all replicas or ranks read what is lent, and wait until none reads any more."""
+        read = [None if rank is None else lent[rank] for rank in self._lenders]
+        if not self._is_engine:
+            copied = self._target.copy_weights.submit(read, version)
+            try:
+                copied.result()
+            except BaseException:
+                copied.exception()  # also if the wait was interrupted
+                raise
+            return
+        use, mode = self._target.use_lent_weights, in_flight or "keep"
+        _, errors = values_of(
+            {replica: use.options(replica=replica)(one, version, mode) for replica, one in enumerate(read)}
+        )
+        for error in errors.values():
+            raise error
+
+    def _compared(self) -> list[Any]:
+        """The arguments by which the source compares its replicas."""
+        if not self._replicas:
+            return []
+        names, firsts = self._replicas
+        return [self._source.weights_checksums(names), firsts]
+
+    def _quietly(self, method: str, sync: int) -> None:
+        """Tell all replicas of an engine how the sync has ended; one that has died has no weights to go back to."""
+        if self._is_engine:
+            with contextlib.suppress(Exception):
+                getattr(self._target, method).all(sync).result()
