@@ -2,8 +2,8 @@
 
 "argument": a tensor of the controller that is on the GPU arrives on that of the worker; beside it, the two copies alone
 (to the host and back), by pageable and by pinned memory. "weights": `rl.WeightSync` to another group on the same GPU,
-by way of the host and by ``share=True``; beside it, the copy within the GPU by one process. "turn": a worker moves a model to the host, and another one its own
-to the GPU. Needs a CUDA device.
+by way of the host and by ``share=True``; beside it, the copy within the GPU by one process. "turn": a worker moves a
+model to the host, and another one its own to the GPU. Needs a CUDA device.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Two ranks train a Llama of 26 million parameters in float32, cut over tp, and two replicas of vLLM take its weights in
 float32 after each step: in the processes of the trainer, with turns around both (`bandmaster.colocate`), or beside it.
 After each sync the greedy answers have to be those of the trainer's weights. Medians of all steps but the first.
-With --gpu, one rank of each is on one GPU, the model has 400 million parameters, and each step brings the weights twice:
-by way of the host, and by ``share=True``.
+With --gpu, one rank of each is on one GPU, the model has 400 million parameters, and each step brings the weights
+twice: by way of the host, and by ``share=True``.
 
     PYTHONPATH=src .vllm/bin/python benchmarks/rlhf/hybrid.py
 """
