@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -24,6 +25,11 @@ class OnGpu(bm.Worker):
     def add(self, x):
         self.total += x
         return self.total
+
+    @register(Dispatch.ONE_TO_ALL)
+    def same(self, tensor):
+        assert str(tensor.device) == "cuda:0"
+        return tensor
 
     @register(Dispatch.ONE_TO_ALL)
     def overwrite(self, tensors):
@@ -84,6 +90,17 @@ def test_several_tensors_of_one_call_keep_dtype_layout_and_value(group):
     sums = [(tensor.double().sum().item(), "cuda:0") for tensor in tensors]
     assert group.overwrite(tensors) == [sums]
     assert [(tensor.double().sum().item(), "cuda:0") for tensor in tensors] == sums
+
+
+@pytest.mark.parametrize("n", [(1 << 20) - 1, 1 << 20, 8 << 20, (8 << 20) + 1, (16 << 20) - 3, (33 << 20) + 5])
+def test_every_byte_of_a_large_tensor_arrives(n, group):
+    tensor = torch.randint(256, (n,), dtype=torch.uint8, device="cuda")
+    (returned,) = group.same(tensor)
+    assert returned.device.type == "cpu" and torch.equal(returned, tensor.cpu())
+    with ThreadPoolExecutor(4) as threads:
+        shifted = [tensor + k for k in range(4)]
+        for sent, (got,) in zip(shifted, threads.map(group.same, shifted), strict=True):
+            assert torch.equal(got, sent.cpu())
 
 
 def test_what_is_written_after_the_call_was_sent_is_not_seen(group, tmp_path):

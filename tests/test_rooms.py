@@ -11,7 +11,8 @@ ROOT = Path(bandmaster.__file__).parent
 
 # Each room may import the rooms behind it, which all come before it.
 ROOMS = {
-    "codec": "",
+    "gpu_copies": "",
+    "codec": "gpu_copies",
     "errors": "",
     "plan": "errors",
     "worker": "errors plan",
@@ -42,7 +43,7 @@ ROOMS = {
     "__init__": "errors plan worker platform calls flow requests pool tracing watching groups registration",
     "timeline": "__init__",
     "telemetry": "timeline __init__",
-    "rl": "plan __init__",
+    "rl": "gpu_copies plan __init__",
     "compat": "errors rl __init__",
     "serve": "rl __init__",
     "single_controller": "codec errors plan worker contract platform calls wire debugging output hosts roles "
@@ -55,7 +56,20 @@ ROOMS = {
 }
 
 # The rooms that a plain call passes, with what they are written in. They import no feature.
-PATH = ["errors", "plan", "codec", "worker", "roles", "contract", "wire", "worker_process", "rows", "calls", "groups"]
+PATH = [
+    "errors",
+    "plan",
+    "gpu_copies",
+    "codec",
+    "worker",
+    "roles",
+    "contract",
+    "wire",
+    "worker_process",
+    "rows",
+    "calls",
+    "groups",
+]
 PATH += ["registration", "__init__"]
 PLACES = ["platform", "backends", "hosts", "lifecycle", "pool"]
 FEATURES = ["flow", "requests", "answering", "callers", "turns", "tracing", "watching", "output", "debugging"]

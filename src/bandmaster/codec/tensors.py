@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from bandmaster.gpu_copies import to_device, to_host
+
 _arrival = threading.local()
 _NUMPYS = {  # numpy's names of dtypes, by their names in torch
     f"torch.{name}": name
@@ -80,7 +82,7 @@ def reduce_tensor(tensor: Any) -> Any:
         data = data.contiguous()
     flat = torch.as_strided(data, (data.numel(),), (1,)).view(torch.uint8)
     dtype, layout = str(data.dtype).removeprefix("torch."), (tuple(data.shape), data.stride())
-    buffer = pickle.PickleBuffer(flat.cpu().numpy())
+    buffer = pickle.PickleBuffer(to_host(flat).numpy())
     return _with_attributes(tensor, _rebuild, (buffer, dtype, layout, tensor.requires_grad, tensor.is_cuda))
 
 
@@ -115,7 +117,7 @@ def _rebuild(buffer: Any, dtype: str, layout: tuple[Any, Any], requires_grad: bo
     flat = torch.frombuffer(buffer, dtype=torch.uint8) if has_items else torch.empty(0, dtype=torch.uint8, device="cpu")
     flat = flat.view(getattr(torch, dtype))
     if was_on_gpu and (device := getattr(_arrival, "device", None)) is not None:
-        flat = flat.to(device)
+        flat = to_device(flat, device)
     return torch.as_strided(flat, *layout).requires_grad_(requires_grad)
 
 

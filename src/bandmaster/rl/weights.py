@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bandmaster import Broadcast, Concat, Dispatch, PerRank, Split, TransferProtocol, UsageError, register, report
+from bandmaster.gpu_copies import copy, to_host
 from bandmaster.rl.engine_weights.packing import Piece
 from bandmaster.rl.engine_weights.source import NO_REPLICAS, PacksWeights
 from bandmaster.rl.exchange import fill, pack
@@ -88,7 +89,7 @@ class HoldsWeights(PacksWeights):
         rows, nothing = [], torch.empty(0, dtype=torch.uint8)
         for pieces in outgoing:
             parts = [local_tensor(weights[name])[box.slices(boxes[name])] for name, box in pieces]
-            rows.append(pack(parts).cpu() if parts else nothing)
+            rows.append(to_host(pack(parts)) if parts else nothing)
         return rows
 
     @register(
@@ -188,7 +189,7 @@ class HoldsWeights(PacksWeights):
         """Copy staged weights into the weights in use. Repeating this is safe."""
         weights = self.weights()
         for name, tensor in staged.items():
-            local_tensor(weights[name]).detach().copy_(tensor)
+            copy(local_tensor(weights[name]).detach(), tensor)
         if staged:
             self.weights_version = version
             if type(version) is int:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from bandmaster import Broadcast, Concat, Dispatch, PerRank, TransferProtocol, UsageError, Worker, register
+from bandmaster.gpu_copies import to_host
 from bandmaster.rl.checksums import checksums
 from bandmaster.rl.engine_weights.packing import Packed, Piece, pack_pieces
 from bandmaster.rl.lent_weights import LentWeights, Memory
@@ -175,10 +176,11 @@ class PacksWeights(Worker):
         weights = self.weights()
         boxes = own_boxes({name: weights[name] for name, _ in outgoing})
         return {
-            (name, box): local_tensor(weights[name])
-            .detach()[box.slices(boxes[name])]
-            .to(getattr(torch, dtypes[name]))
-            .cpu()
-            .contiguous()
+            (name, box): to_host(
+                local_tensor(weights[name])
+                .detach()[box.slices(boxes[name])]
+                .to(getattr(torch, dtypes[name]))
+                .contiguous()
+            )
             for name, box in outgoing
         }
