@@ -92,7 +92,7 @@ def test_several_tensors_of_one_call_keep_dtype_layout_and_value(group):
     assert [(tensor.double().sum().item(), "cuda:0") for tensor in tensors] == sums
 
 
-@pytest.mark.parametrize("n", [(1 << 20) - 1, 1 << 20, 8 << 20, (8 << 20) + 1, (16 << 20) - 3, (33 << 20) + 5])
+@pytest.mark.parametrize("n", [(32 << 20) - 1, 32 << 20, (32 << 20) + 1, (43 << 20) - 3])
 def test_every_byte_of_a_large_tensor_arrives(n, group):
     tensor = torch.randint(256, (n,), dtype=torch.uint8, device="cuda")
     (returned,) = group.same(tensor)

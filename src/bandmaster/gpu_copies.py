@@ -5,8 +5,9 @@
     to the host   GPU ── chunk 2 ──► pinned B      at the same time: pinned A ── chunk 1 ──► memory of the host
     to the GPU    host ── chunk 2 ──► pinned B     at the same time: pinned A ── chunk 1 ──► GPU
 
-A copy by torch into memory of the host that is new has the driver pin it page by page, which takes about eight times as
-long as this on a virtual machine with an H200: 237 ms for 256 MiB, against 27 ms. Torch has to be loaded.
+A copy by torch into memory of the host that is new has the driver pin it page by page, which takes several times as long
+as this: 237 ms for 256 MiB on a virtual machine with an H200. One thread copies on the host: those of OpenMP would wait
+for each other, as several workers and the controller copy at a time. Torch has to be loaded.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 CHUNK_NBYTES = 8 << 20
-LEAST_NBYTES = 1 << 20  # below, a plain copy takes as long
+LEAST_NBYTES = 32 << 20  # below, memory of the host is hardly ever new, and a plain copy takes as long
 
 _copying = threading.Lock()
 _pinned: list[Tensor] = []  # two chunks, once there were copies
@@ -80,7 +83,7 @@ def _to_host(host: tuple[Tensor, ...], gpu: tuple[Tensor, ...]) -> None:
 
 def _take(host: Tensor, arrives: torch.cuda.Event, pinned: Tensor) -> None:
     arrives.synchronize()
-    host.copy_(pinned)
+    np.copyto(host.numpy(), pinned.numpy())
 
 
 def _to_gpu(gpu: tuple[Tensor, ...], host: tuple[Tensor, ...]) -> None:
@@ -89,7 +92,7 @@ def _to_gpu(gpu: tuple[Tensor, ...], host: tuple[Tensor, ...]) -> None:
         if number > 1:
             sent[number - 2].synchronize()
         pinned = _pinned[number % 2][: len(chunk)]
-        pinned.copy_(chunk)
+        np.copyto(pinned.numpy(), chunk.numpy())
         gpu[number].copy_(pinned, non_blocking=True)
         sent.append(_now())
 
