@@ -5,9 +5,9 @@
     to the host   GPU ── chunk 2 ──► pinned B      at the same time: pinned A ── chunk 1 ──► memory of the host
     to the GPU    host ── chunk 2 ──► pinned B     at the same time: pinned A ── chunk 1 ──► GPU
 
-A copy by torch into memory of the host that is new has the driver pin it page by page, which takes several times as long
-as this: 237 ms for 256 MiB on a virtual machine with an H200. One thread copies on the host: those of OpenMP would wait
-for each other, as several workers and the controller copy at a time. Torch has to be loaded.
+A copy by torch into memory of the host that is new has the driver pin it page by page, which takes several times as
+long as this: 237 ms for 256 MiB on a virtual machine with an H200. One thread copies on the host: those of OpenMP would
+wait for each other, as several workers and the controller copy at a time. Torch has to be loaded.
 """
 
 from __future__ import annotations
