@@ -11,8 +11,8 @@ ROOT = Path(bandmaster.__file__).parent
 
 # Each room may import the rooms behind it, which all come before it.
 ROOMS = {
-    "gpu_copies": "",
-    "codec": "gpu_copies",
+    "host_memory": "",
+    "codec": "host_memory",
     "errors": "",
     "plan": "errors",
     "worker": "errors plan",
@@ -43,7 +43,7 @@ ROOMS = {
     "__init__": "errors plan worker platform calls flow requests pool tracing watching groups registration",
     "timeline": "__init__",
     "telemetry": "timeline __init__",
-    "rl": "gpu_copies plan __init__",
+    "rl": "host_memory plan __init__",
     "compat": "errors rl __init__",
     "serve": "rl __init__",
     "single_controller": "codec errors plan worker contract platform calls wire debugging output hosts roles "
@@ -59,7 +59,7 @@ ROOMS = {
 PATH = [
     "errors",
     "plan",
-    "gpu_copies",
+    "host_memory",
     "codec",
     "worker",
     "roles",

@@ -27,6 +27,11 @@ class Rollout(rl.VLLM):
         return os.getpid()
 
 
+class Holder(rl.HoldsWeights):
+    def weights(self):
+        return {}
+
+
 @pytest.fixture(scope="module")
 def engine(model_path):
     before = set(SHARED.iterdir())
@@ -81,6 +86,13 @@ def test_a_bad_prompt_is_an_error_on_all_ranks_alike(engine):
     with pytest.raises(bm.RemoteError, match="prompt 1 has the token id 64"):
         engine.generate({"prompt": [[1], [1], [1], [64]]}, GREEDY)
     assert engine.generate({"prompt": PROMPTS}, GREEDY)["n_tokens"].tolist() == [12] * 5
+
+
+def test_weights_of_a_gpu_are_shared_with_one_rank_alone(engine):
+    with bm.ResourcePool([1], backend="local") as pool:
+        holder = bm.WorkerGroup(pool, Holder)
+        with pytest.raises(bm.RemoteError, match=r"share=True is for engines.*2 ranks along tp; leave it out"):
+            rl.WeightSync(holder, engine, share=True)
 
 
 def test_no_rank_of_several_is_replaced_alone(engine):

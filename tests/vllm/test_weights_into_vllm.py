@@ -94,6 +94,8 @@ def test_weights_to_replicas_of_two_ranks(source, wrong, reference, model_path):
 
 def test_weights_to_one_replica_of_one_rank_that_refuses_some(source, wrong, reference, model_path):
     with engines(model_path, bm.Mesh(dp=1)) as engine:
+        with pytest.raises(bm.UsageError, match=r"no rank of .* is on the GPU or in the process of replica or rank 0"):
+            rl.WeightSync(source, engine, share=True)  # vLLM has a process of its own
         with pytest.raises(bm.RemoteError):
             rl.WeightSync(wrong, engine)(version=1)
         assert versions_of(engine) == [0]

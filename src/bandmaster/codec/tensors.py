@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bandmaster.gpu_copies import to_device, to_host
+from bandmaster.host_memory import to_host
 
 _arrival = threading.local()
 _NUMPYS = {  # numpy's names of dtypes, by their names in torch
@@ -117,7 +117,7 @@ def _rebuild(buffer: Any, dtype: str, layout: tuple[Any, Any], requires_grad: bo
     flat = torch.frombuffer(buffer, dtype=torch.uint8) if has_items else torch.empty(0, dtype=torch.uint8, device="cpu")
     flat = flat.view(getattr(torch, dtype))
     if was_on_gpu and (device := getattr(_arrival, "device", None)) is not None:
-        flat = to_device(flat, device)
+        flat = flat.to(device)
     return torch.as_strided(flat, *layout).requires_grad_(requires_grad)
 
 

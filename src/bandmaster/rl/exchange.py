@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from bandmaster.host_memory import empty
 from bandmaster.rl.layout import Box
 from bandmaster.rl.resharding import Move
 
@@ -60,8 +61,9 @@ def pack(pieces: Sequence[Tensor]) -> Tensor:
     """Concatenate the bytes of tensors of any dtypes: uint8 (bytes,), on the device of the first tensor."""
     import torch
 
-    nbytes = [piece.numel() * piece.itemsize for piece in pieces]
-    packed = torch.empty(sum(nbytes), dtype=torch.uint8, device=pieces[0].device)
+    nbytes, device = [piece.numel() * piece.itemsize for piece in pieces], pieces[0].device
+    is_here = device.type == "cpu"
+    packed = empty(sum(nbytes)) if is_here else torch.empty(sum(nbytes), dtype=torch.uint8, device=device)
     for place, piece in zip(packed.split(nbytes), pieces, strict=True):
         data = piece.detach()
         if place.storage_offset() % piece.itemsize:  # after a piece of another dtype

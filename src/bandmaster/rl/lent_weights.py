@@ -51,7 +51,7 @@ class Memory(NamedTuple):
     def of(cls, worker: Worker) -> Memory:
         """The memory of this process."""
         kind, _, index = worker.device.partition(":")
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         number = int(index or 0)
         return cls(Place.here(), "" if kind == "cpu" else visible[number] if visible[number:] else str(number))
 
@@ -174,7 +174,7 @@ def _lacking(given: Mapping[str, Box], needed: Mapping[str, Box]) -> str | None:
 
 
 def _handles_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """How other processes map the tensors that are on a GPU, by name; waits until these are computed."""
+    """Export the tensors that are on a GPU, once they are computed. Returns a handle by name."""
     on_gpu = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda and tensor.numel()}
     if not on_gpu:
         return {}
@@ -189,7 +189,7 @@ def _handles_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
 
 
 def _handle(tensor: Tensor) -> bytes:
-    """How another process maps a tensor: made once for each, as torch keeps something of each time."""
+    """Export a tensor: once, as torch keeps something of each time. Returns a pickle of what maps it elsewhere."""
     from torch.multiprocessing.reductions import StorageWeakRef, reduce_tensor
 
     storage = tensor.untyped_storage()

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bandmaster import Broadcast, Concat, Dispatch, PerRank, Split, TransferProtocol, UsageError, register, report
-from bandmaster.gpu_copies import copy, to_host
+from bandmaster.host_memory import empty_like, to_host
 from bandmaster.rl.engine_weights.packing import Piece
 from bandmaster.rl.engine_weights.source import NO_REPLICAS, PacksWeights
 from bandmaster.rl.exchange import fill, pack
@@ -113,8 +113,6 @@ class HoldsWeights(PacksWeights):
         Raises:
             UsageError: This rank has not staged the earlier buckets of the sync.
         """
-        import torch
-
         if is_first:
             self._staged = _Staged(sync, {})
         staged = self._staged_by(sync)
@@ -123,7 +121,7 @@ class HoldsWeights(PacksWeights):
             data = row.split([box.size * weights[name].itemsize for name, box in pieces])
             for (name, box), piece in zip(pieces, data, strict=True):
                 if name not in staged:
-                    staged[name] = torch.empty_like(local_tensor(weights[name]), device="cpu")
+                    staged[name] = empty_like(local_tensor(weights[name]))
                 fill(staged[name][box.slices(boxes[name])], piece)
         return [sync]
 
@@ -189,7 +187,7 @@ class HoldsWeights(PacksWeights):
         """Copy staged weights into the weights in use. Repeating this is safe."""
         weights = self.weights()
         for name, tensor in staged.items():
-            copy(local_tensor(weights[name]).detach(), tensor)
+            local_tensor(weights[name]).detach().copy_(tensor)
         if staged:
             self.weights_version = version
             if type(version) is int:

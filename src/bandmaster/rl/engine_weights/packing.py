@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from bandmaster import UsageError
+from bandmaster.host_memory import empty
 from bandmaster.rl.checksums import checksums
 from bandmaster.rl.engine_weights.changes import STEPS, Changes, changes, patch
 from bandmaster.rl.layout import Box
@@ -64,7 +65,8 @@ def pack_pieces(pieces: Iterable[tuple[Tensor, Tensor | None]]) -> Packed:
             parts.append(Part(checksum, len(found.values), found.steps.itemsize))
             data += [torch.from_numpy(array.view("uint8")) for array in found]
     padded = [part for one in data for part in (one, one.new_zeros(-len(one) % ALIGNED))]
-    return Packed(tuple(parts), torch.cat(padded) if padded else torch.empty(0, dtype=torch.uint8))
+    together = empty(sum(map(len, padded)))
+    return Packed(tuple(parts), torch.cat(padded, out=together) if padded else together)
 
 
 def unpack_pieces(packed: Packed, pieces: Sequence[Piece], place_of: Callable[[Piece], Tensor]) -> None:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from bandmaster import Broadcast, Concat, Dispatch, PerRank, TransferProtocol, UsageError, Worker, register
-from bandmaster.gpu_copies import to_host
+from bandmaster.host_memory import to_host
 from bandmaster.rl.checksums import checksums
 from bandmaster.rl.engine_weights.packing import Packed, Piece, pack_pieces
 from bandmaster.rl.lent_weights import LentWeights, Memory

@@ -24,7 +24,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
-from bandmaster.gpu_copies import to_device
 from bandmaster.rl.engine_weights.staged import StagedWeights
 from bandmaster.rl.lent_weights import PREFIX, LentWeights
 
@@ -68,7 +67,7 @@ class StagedWeightsEngine(WeightTransferEngine[NoInit, Some]):  # type: ignore[m
             if self._opened is None:
                 kind = LentWeights if update_info.address.startswith(PREFIX) else StagedWeights
                 self._opened = kind.opened(update_info.address)
-            self.model.load_weights((name, to_device(self._opened[name], self.device)) for name in update_info.names)
+            self.model.load_weights([(name, self._opened[name]) for name in update_info.names])
         except BaseException:
             self._finish()  # else layers would count what they have got to the next update
             raise
