@@ -1,6 +1,8 @@
 """Weights that a group reads where they lie: in the same process here, and on the same GPU in tests of GPUs."""
 
 import asyncio
+import os
+import signal
 
 import pytest
 import torch
@@ -56,12 +58,14 @@ class Reader(rl.Engine):
 
     def __init__(self, dtype="float32"):
         self.specs = {name: (shape, dtype) for name, shape in SHAPES.items()}
-        self.found, self.places, self.fails = None, {}, 0
+        self.found, self.places, self.fails, self.dies = None, {}, 0, False
 
     def weights_specs(self):
         return self.specs
 
     def load_weights(self, weights):
+        if self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.fails:
             self.fails -= 1
             raise RuntimeError("this engine does not like them")
@@ -91,6 +95,10 @@ class Reader(rl.Engine):
     @register(Dispatch.ONE_TO_ALL)
     def fail(self, rank, n):
         self.fails = n if self.rank == rank else 0
+
+    @register(Dispatch.ONE_TO_ALL)
+    def die(self, rank):
+        self.dies = self.rank == rank
 
     async def pause(self, mode="abort"):
         await super().pause(mode)
@@ -239,6 +247,17 @@ def test_an_engine_that_fails_answers_nothing_until_the_next_sync_if_none_are_ke
         sync(version=3)
         assert both.engine.seen() == [({2.0}, 3)] * 2
         assert both.engine.request([7]).result()[0].versions == [3]
+
+
+@pytest.mark.backends("local")
+def test_a_rank_that_dies_with_what_it_lends_leaves_weights_that_are_not_used(both):
+    sync = rl.WeightSync(both.source, both.engine, share=True)
+    sync(version=1)
+    both.engine.die(1)
+    with pytest.raises(bm.WorkerDied, match="rank 1"):
+        sync(version=2)
+    with pytest.raises(bm.RemoteError, match="not usable"):
+        both.engine.request.options(replica=0)([7]).result()
 
 
 def test_changes_alone_follow_as_all_weights(both):

@@ -628,7 +628,7 @@ MUTANTS = [
     Mutant(
         "lent-unreverted",
         "rl/shared_sync.py",
-        '                self._quietly("revert_weights", sync)  # after which no replica reads any more\n',
+        '                self._tell("revert_weights", sync)  # after which no replica reads any more\n',
         "",
         "A shared sync that one replica refuses leaves the others with the new weights.",
     ),

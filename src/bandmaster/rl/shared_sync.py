@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from secrets import randbits
 from typing import Any
 
-from bandmaster import UsageError
+from bandmaster import UsageError, WorkerDied
 from bandmaster.rl.engine_weights.peers import values_of
 from bandmaster.rl.engine_weights.sync import check_in_flight, plan_into_engines
 from bandmaster.rl.engine_weights.target import PauseMode
@@ -62,14 +62,17 @@ class SharedSync:
             sync = randbits(63)
             dtypes = {name: dtype for name, (_, dtype) in self.plan.source.tensors.items()}
             try:
-                self._use(self._source.lend_weights(self._names, dtypes, sync, *self._compared()), version, in_flight)
+                lent = self._source.lend_weights(self._names, dtypes, sync, *self._compared())
+                died = self._use(lent, version, in_flight or "keep")
                 self._source.end_loan()
             except BaseException:
-                self._quietly("revert_weights", sync)  # after which no replica reads any more
+                self._tell("revert_weights", sync)  # after which no replica reads any more
                 with contextlib.suppress(Exception):
                     self._source.end_loan()
                 raise
-            self._quietly("confirm_weights", sync)
+            self._tell("confirm_weights", sync)
+            if died is not None:
+                raise died
 
     def submit(self, version: Any, in_flight: PauseMode | None) -> Any:
         """Refuse: the source would go on, and change the weights while they are read."""
@@ -78,23 +81,26 @@ class SharedSync:
             "wait for it: call sync(version) instead of submit, or make it without share=True"
         )
 
-    def _use(self, lent: Sequence[LentWeights], version: Any, in_flight: PauseMode | None) -> None:
-        """Have all replicas or ranks read what is lent, and wait until none reads any more."""
+    def _use(self, lent: Sequence[LentWeights], version: Any, mode: PauseMode) -> BaseException | None:
+        """Have all replicas or ranks read what is lent, and wait until none reads any more.
+
+        Returns:
+            The death of a replica, which leaves the others with the new weights.
+        """
         read = [None if rank is None else lent[rank] for rank in self._lenders]
-        if not self._is_engine:
-            copied = self._target.copy_weights.submit(read, version)
-            try:
-                copied.result()
-            except BaseException:
-                copied.exception()  # also if the wait was interrupted
-                raise
-            return
-        use, mode = self._target.use_lent_weights, in_flight or "keep"
-        _, errors = values_of(
-            {replica: use.options(replica=replica)(one, version, mode) for replica, one in enumerate(read)}
-        )
-        for error in errors.values():
-            raise error
+        if self._is_engine:
+            errors = self._ask("use_lent_weights", lambda replica: (read[replica], version, mode))
+            for error in errors:
+                if not isinstance(error, WorkerDied):
+                    raise error
+            return next(iter(errors), None)
+        copied = self._target.copy_weights.submit(read, version)
+        try:
+            copied.result()
+        except BaseException:
+            copied.exception()  # also if the wait was interrupted
+            raise
+        return None
 
     def _compared(self) -> list[Any]:
         """The arguments by which the source compares its replicas."""
@@ -103,8 +109,14 @@ class SharedSync:
         names, firsts = self._replicas
         return [self._source.weights_checksums(names), firsts]
 
-    def _quietly(self, method: str, sync: int) -> None:
+    def _tell(self, method: str, sync: int) -> None:
         """Tell all replicas of an engine how the sync has ended; one that has died has no weights to go back to."""
         if self._is_engine:
-            with contextlib.suppress(Exception):
-                getattr(self._target, method).all(sync).result()
+            with contextlib.suppress(Exception):  # the group may be closed
+                self._ask(method, lambda _: (sync,))
+
+    def _ask(self, method: str, arguments: Callable[[int], tuple[Any, ...]]) -> list[BaseException]:
+        """Send a request to each replica, and wait. Returns the errors."""
+        request, replicas = getattr(self._target, method), range(len(self._lenders))
+        _, errors = values_of({replica: request.options(replica=replica)(*arguments(replica)) for replica in replicas})
+        return [*errors.values()]
