@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from bandmaster import Dispatch, Mesh, register, rl
 
 pytestmark = pytest.mark.backends("inprocess", "local")
 DEADLINE_S = 60
-SHAPES = {"embed": (300, 40), "layer": (40, 40), "norm": ()}
+SHAPES = {"embed": (300, 40), "layer": (40, 40), "norm": (), "empty": (0, 4)}
 
 
 class Source(rl.HoldsWeights):
@@ -22,11 +23,13 @@ class Source(rl.HoldsWeights):
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
         torch.set_num_threads(1)
-        self.made = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        self.made = {name: torch.zeros(shape) for name, shape in reversed(SHAPES.items())}
         if "tp" in self.mesh.axis_names:
             mesh = rl.device_mesh(self, "dp", "tp")
             for name, whole in self.made.items():
-                self.made[name] = distribute_tensor(whole, mesh, [Replicate(), Shard(0) if whole.ndim else Replicate()])
+                self.made[name] = distribute_tensor(
+                    whole, mesh, [Replicate(), Shard(0) if whole.numel() > 1 else Replicate()]
+                )
 
     def weights(self):
         return self.made
@@ -43,7 +46,7 @@ class Source(rl.HoldsWeights):
 
     @register(Dispatch.ONE_TO_ALL)
     def places(self):
-        return {name: weight.data_ptr() for name, weight in self.made.items()}
+        return {name: weight.data_ptr() for name, weight in self.made.items() if weight.numel()}
 
     @register(Dispatch.ONE_TO_ALL)
     def seen(self):
@@ -59,6 +62,7 @@ class Reader(rl.Engine):
     def __init__(self, dtype="float32"):
         self.specs = {name: (shape, dtype) for name, shape in SHAPES.items()}
         self.found, self.places, self.fails, self.dies = None, {}, 0, False
+        self.is_away = False
 
     def weights_specs(self):
         return self.specs
@@ -69,11 +73,22 @@ class Reader(rl.Engine):
         if self.fails:
             self.fails -= 1
             raise RuntimeError("this engine does not like them")
-        self.places = {name: tensor.data_ptr() for name, tensor in weights.items()}
+        assert [*weights] == [*SHAPES], "the order is that of the checkpoint"
+        assert [tuple(tensor.shape) for tensor in weights.values()] == [*SHAPES.values()]
+        self.places = {name: tensor.data_ptr() for name, tensor in weights.items() if tensor.numel()}
         self.found = {value for tensor in weights.values() for value in tensor.flatten().tolist()}
         assert {str(tensor.dtype) for tensor in weights.values()} == {
             f"torch.{dtype}" for _, dtype in self.specs.values()
         }
+
+    def check_takes_weights(self):
+        super().check_takes_weights()
+        if self.is_away:
+            raise bm.UsageError("this engine is away")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def be_away(self, rank):
+        self.is_away = self.rank == rank
 
     def first_weights(self):
         return {name: torch.full(shape, -1.0) for name, (shape, _) in self.specs.items()}
@@ -247,6 +262,46 @@ def test_an_engine_that_fails_answers_nothing_until_the_next_sync_if_none_are_ke
         sync(version=3)
         assert both.engine.seen() == [({2.0}, 3)] * 2
         assert both.engine.request([7]).result()[0].versions == [3]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_engine_that_fails_twice_has_no_version_that_it_lacks(both, rank):
+    shared = rl.WeightSync(both.source, both.engine, share=True)
+    shared(version=1)
+    both.engine.fail(rank, 2)
+    for version in (2, 3):
+        with pytest.raises(bm.RemoteError, match="does not like them"):
+            shared(version=version)
+    assert both.engine.seen()[rank] == ({-1.0}, None), "its first weights"
+    shared(version=4)
+    assert [version for _, version in both.engine.seen()] == [4, 4]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sync_that_one_engine_cannot_take_leaves_the_others_as_they_are(both, rank):
+    shared = rl.WeightSync(both.source, both.engine, share=True)
+    shared(version=1)
+    both.source.fill(2.0)
+    both.engine.be_away(rank)
+    with pytest.raises(bm.RemoteError, match="this engine is away"):
+        shared(version=2)
+    assert both.engine.seen() == [({0.0}, 1)] * 2
+    assert both.engine.request([7]).result()[0].versions == [1]
+
+
+def test_a_source_lends_to_two_groups_at_a_time(pool):
+    with together(pool, source=(Source,), one=(Reader, "bfloat16"), two=(Reader,)) as roles:
+        syncs = [rl.WeightSync(roles.source, engine, share=True) for engine in (roles.one, roles.two)]
+        with ThreadPoolExecutor(2) as threads:
+            for sync in [threads.submit(sync, version) for version in range(20) for sync in syncs]:
+                sync.result(DEADLINE_S)
+        for engine in (roles.one, roles.two):
+            assert [found for found, _ in engine.seen()] == [{0.0}] * 2
+
+
+def test_a_group_does_not_share_with_itself(both):
+    with pytest.raises(bm.UsageError, match=r"ranks \[0, 1\] of .* would send and receive"):
+        rl.WeightSync(both.source, both.source, share=True)
 
 
 @pytest.mark.backends("local")

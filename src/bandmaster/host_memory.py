@@ -18,7 +18,7 @@ def empty(nbytes: int) -> Tensor:
     """Make a tensor for some bytes: uint8 (bytes,)."""
     import torch
 
-    return torch.from_numpy(np.empty(nbytes, np.uint8))
+    return torch.from_numpy(np.empty(max(nbytes, 1), np.uint8))[:nbytes]  # one of no bytes would have no stride
 
 
 def empty_like(tensor: Tensor) -> Tensor:

@@ -628,9 +628,30 @@ MUTANTS = [
     Mutant(
         "lent-unreverted",
         "rl/shared_sync.py",
-        '                self._tell("revert_weights", sync)  # after which no replica reads any more\n',
+        '                    self._tell("revert_weights", sync)  # after which no replica reads any more\n',
         "",
         "A shared sync that one replica refuses leaves the others with the new weights.",
+    ),
+    Mutant(
+        "lent-unasked",
+        "rl/shared_sync.py",
+        '            for error in self._ask("takes_weights", lambda _: ()) if self._is_engine else ():\n',
+        "            for error in ():\n",
+        "A shared sync begins although a replica cannot take weights, and leaves the others without any.",
+    ),
+    Mutant(
+        "one-loan",
+        "rl/engine_weights/source.py",
+        "        self._loans = {**self._loans, sync: lent}\n",
+        "        self._loans = {sync: lent}\n",
+        "A second loan ends the first one, which is still read.",
+    ),
+    Mutant(
+        "version-of-lost",
+        "rl/engine_weights/target.py",
+        "            self._used, self._before, self.weights_version = None, None, None\n",
+        "            self._used, self._before = None, None\n",
+        "An engine that has lost its weights goes back to its first ones under the version of those that it has lost.",
     ),
     Mutant(
         "lent-by-anyone",

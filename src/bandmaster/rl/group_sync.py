@@ -32,9 +32,7 @@ class GroupSync:
         self._source, self._target = source, target
         given, wanted = layout_of(source, from_ranks), layout_of(target, to_ranks)
         if source is target:
-            both = [r for r, boxes in enumerate(given.boxes) if boxes and wanted.boxes[r]]
-            if both:
-                raise UsageError(f"ranks {both} of {source.name} would send and receive; give from_ranks and to_ranks")
+            refuse_overlap(given, wanted, source.name)
         self.plan = reshard(given, wanted)
         self._buckets = self.plan.buckets(bucket_nbytes)
         self._replicas = replicas_in(self.plan) if is_compared else None
@@ -74,6 +72,12 @@ class GroupSync:
         rows = self._source.send_weights.submit(*arguments)[bucket.by_receiver]
         received: Future[Any] = self._target.receive_weights.submit(rows, bucket.incoming, sync, index == 0)
         return received
+
+
+def refuse_overlap(given: Layout, wanted: Layout, name: str) -> None:
+    """Raise UsageError if a rank of a group would send to its own group, and receive."""
+    if both := [rank for rank, boxes in enumerate(given.boxes) if boxes and wanted.boxes[rank]]:
+        raise UsageError(f"ranks {both} of {name} would send and receive; give from_ranks and to_ranks")
 
 
 def refuse_in_flight(in_flight: str | None) -> None:

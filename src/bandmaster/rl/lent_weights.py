@@ -14,8 +14,10 @@ Nothing is copied, so the lender must not change the tensors until all readers h
 from __future__ import annotations
 
 import base64
+import math
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from secrets import randbits
@@ -32,8 +34,22 @@ if TYPE_CHECKING:
 PREFIX = "lent:"  # of addresses
 
 _lent_here: WeakValueDictionary[int, LentWeights] = WeakValueDictionary()  # those of this process, by their keys
-_exported: dict[tuple[Any, ...], tuple[Any, bytes]] = {}  # by tensor: its storage, weakly, and how to map it
+_exported: dict[tuple[Any, ...], _Export] = {}  # by tensor
 _exporting = threading.Lock()
+
+
+class _Export(NamedTuple):
+    """A tensor that other processes can map.
+
+    Attributes:
+        storage: Its storage, weakly.
+        place: The address and bytes of the memory, which a storage may exchange for others.
+        handle: A pickle of what maps it.
+    """
+
+    storage: Any
+    place: tuple[int, int]
+    handle: bytes
 
 
 class Memory(NamedTuple):
@@ -41,23 +57,21 @@ class Memory(NamedTuple):
 
     Attributes:
         place: The host and the process.
-        gpu: The entry of ``CUDA_VISIBLE_DEVICES`` for its GPU; "" without one.
+        gpus: The GPUs that it sees, as ``CUDA_VISIBLE_DEVICES`` names them; "" without one.
     """
 
     place: Place
-    gpu: str
+    gpus: str
 
     @classmethod
     def of(cls, worker: Worker) -> Memory:
         """The memory of this process."""
-        kind, _, index = worker.device.partition(":")
-        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        number = int(index or 0)
-        return cls(Place.here(), "" if kind == "cpu" else visible[number] if visible[number:] else str(number))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or worker.device
+        return cls(Place.here(), "" if worker.device == "cpu" else visible)
 
     def is_near(self, other: Memory) -> bool:
         """Whether a process with the one memory can read the other without a copy."""
-        return self.place == other.place or (self.place.host == other.place.host and self.gpu == other.gpu != "")
+        return self.place == other.place or (self.place.host == other.place.host and self.gpus == other.gpus != "")
 
 
 class LentWeights(Mapping[str, "Tensor"]):
@@ -70,17 +84,23 @@ class LentWeights(Mapping[str, "Tensor"]):
         sync: Identifies the sync for which they are lent.
         tensors: The parts, where they lie.
         boxes: The rectangles that they are.
+        is_apart: Whether processes read them that are not this one, so that they have to be on a GPU.
+
+    Raises:
+        UsageError: Another process reads them, and one is not on a GPU.
 
     Attributes:
         specs: Shape and dtype of each part, by name.
     """
 
-    def __init__(self, sync: int, tensors: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> None:
+    def __init__(
+        self, sync: int, tensors: Mapping[str, Tensor], boxes: Mapping[str, Box], is_apart: bool = False
+    ) -> None:
         self.sync, self.boxes, self._tensors = sync, dict(boxes), dict(tensors)
         self.specs: dict[str, Spec] = {
             name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()
         }
-        self._handles = _handles_of(self._tensors)
+        self._handles = _handles_of(self._tensors) if is_apart else {}
         self._key = randbits(63)
         _lent_here[self._key] = self
 
@@ -91,11 +111,11 @@ class LentWeights(Mapping[str, "Tensor"]):
         lender = _lent_here.get(self._key)
         if lender is not None:
             return lender._tensors[name]
-        if name not in self._handles:
-            raise UsageError(
-                f"{name!r} lies in the memory of another process, and on no GPU; move the model to the GPU before the "
-                "sync, or make the rl.WeightSync without share=True"
-            )
+        shape, dtype = self.specs[name]
+        if not math.prod(shape):
+            import torch
+
+            return torch.empty(shape, dtype=getattr(torch, dtype))
         rebuild, arguments = pickle.loads(self._handles[name])
         tensor: Tensor = rebuild(*arguments)
         return tensor
@@ -173,19 +193,31 @@ def _lacking(given: Mapping[str, Box], needed: Mapping[str, Box]) -> str | None:
     return None
 
 
+def wait_for_copies() -> None:
+    """Wait until this process's GPU has done what it was asked to, such as to read what is lent."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def _handles_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Export the tensors that are on a GPU, once they are computed. Returns a handle by name."""
-    on_gpu = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda and tensor.numel()}
-    if not on_gpu:
-        return {}
+    """Export tensors, once they are computed. Returns a handle by name."""
     import torch
 
-    torch.cuda.synchronize()
+    shared = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    for name, tensor in shared.items():
+        if not tensor.is_cuda:
+            raise UsageError(
+                f"{name!r} lies in the memory of this process, and on no GPU, where others could read it; move the "
+                "model to the GPU before the sync, or make the rl.WeightSync without share=True"
+            )
+    for device in {tensor.device for tensor in shared.values()}:
+        torch.cuda.synchronize(device)
     with _exporting:
-        for key, (storage, _) in [*_exported.items()]:
-            if storage.expired():
+        for key, export in [*_exported.items()]:
+            if export.storage.expired():
                 del _exported[key]
-        return {name: _handle(tensor) for name, tensor in on_gpu.items()}
+        return {name: _handle(tensor) for name, tensor in shared.items()}
 
 
 def _handle(tensor: Tensor) -> bytes:
@@ -194,6 +226,7 @@ def _handle(tensor: Tensor) -> bytes:
 
     storage = tensor.untyped_storage()
     key = (storage._cdata, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-    if key not in _exported:
-        _exported[key] = StorageWeakRef(storage), pickle.dumps(reduce_tensor(tensor))
-    return _exported[key][1]
+    place = storage.data_ptr(), storage.nbytes()
+    if key not in _exported or _exported[key].place != place:
+        _exported[key] = _Export(StorageWeakRef(storage), place, pickle.dumps(reduce_tensor(tensor)))
+    return _exported[key].handle

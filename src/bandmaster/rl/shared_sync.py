@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from secrets import randbits
 from typing import Any
 
-from bandmaster import UsageError, WorkerDied
+from bandmaster import UsageError
 from bandmaster.rl.engine_weights.peers import values_of
-from bandmaster.rl.engine_weights.sync import check_in_flight, plan_into_engines
+from bandmaster.rl.engine_weights.sync import check_in_flight, is_death, plan_into_engines
 from bandmaster.rl.engine_weights.target import PauseMode
-from bandmaster.rl.group_sync import layout_of, refuse_in_flight, replicas_in
+from bandmaster.rl.group_sync import layout_of, refuse_in_flight, refuse_overlap, replicas_in
 from bandmaster.rl.layout import Box
 from bandmaster.rl.lent_weights import LentWeights, lenders
 from bandmaster.rl.resharding import Resharding, reshard
@@ -41,14 +42,23 @@ class SharedSync:
             self.plan = plan_into_engines(given, said, target.name)
             wanted = [self.plan.target.boxes[0]] * len(said)
         else:
-            read = target.weights_memory()
-            self.plan = reshard(given, layout_of(target, to_ranks))
-            wanted = self.plan.target.boxes
+            read, layout = target.weights_memory(), layout_of(target, to_ranks)
+            if source is target:
+                refuse_overlap(given, layout, source.name)
+            self.plan = reshard(given, layout)
+            wanted = layout.boxes
         lend = source.weights_memory()
         self._lenders = lenders(given, lend, wanted, read, (source.name, target.name))
+        asked_for = [(name, not prod(shape)) for name, (shape, _) in self.plan.target.tensors.items()]
         self._names = [
-            [name for name in self.plan.target.tensors if name in boxes] if rank in self._lenders else []
+            [name for name, is_empty in asked_for if is_empty or name in boxes] if rank in self._lenders else []
             for rank, boxes in enumerate(given.boxes)
+        ]
+        self._are_apart = [
+            any(
+                rank == lender and read[reader].place != lend[rank].place for reader, lender in enumerate(self._lenders)
+            )
+            for rank in range(given.n_ranks)
         ]
         self._replicas = replicas_in(self.plan) if is_compared else None
 
@@ -61,14 +71,23 @@ class SharedSync:
         with self._one_at_a_time:
             sync = randbits(63)
             dtypes = {name: dtype for name, (_, dtype) in self.plan.source.tensors.items()}
+            for error in self._ask("takes_weights", lambda _: ()) if self._is_engine else ():
+                raise error  # before an engine is touched, as none keeps a copy
             try:
-                lent = self._source.lend_weights(self._names, dtypes, sync, *self._compared())
-                died = self._use(lent, version, in_flight or "keep")
-                self._source.end_loan()
+                lent = self._source.lend_weights(self._names, self._are_apart, dtypes, sync, *self._compared())
+                try:
+                    died = self._use(lent, version, in_flight or "keep")
+                except BaseException:
+                    self._tell("revert_weights", sync)  # after which no replica reads any more
+                    raise
             except BaseException:
-                self._tell("revert_weights", sync)  # after which no replica reads any more
                 with contextlib.suppress(Exception):
-                    self._source.end_loan()
+                    self._source.end_loan(sync)
+                raise
+            try:
+                self._source.end_loan(sync)
+            except BaseException:
+                self._tell("revert_weights", sync)  # as the source may have died while it was read
                 raise
             self._tell("confirm_weights", sync)
             if died is not None:
@@ -91,7 +110,7 @@ class SharedSync:
         if self._is_engine:
             errors = self._ask("use_lent_weights", lambda replica: (read[replica], version, mode))
             for error in errors:
-                if not isinstance(error, WorkerDied):
+                if not is_death(error):
                     raise error
             return next(iter(errors), None)
         copied = self._target.copy_weights.submit(read, version)

@@ -59,8 +59,9 @@ class WeightSync:
             them out meanwhile. The source keeps a copy as with ``delta``, for the case that all replicas die.
         share: Have the target read the source's tensors where they lie, on the GPU that both are on or in their common
             process, in place of copies through the host. A rank of the source there must have all that a rank or
-            replica of the target needs. Do not change the weights of the source during a sync. No copy is kept: an
-            engine that fails in a sync, or whose source fails, answers nothing until the next one.
+            replica of the target needs. Do not change the weights of the source during a sync, and do not begin two
+            at a time to one target. No copy is kept: an engine that fails in a sync, or whose source fails, answers
+            nothing until the next one; ranks of a model that fail keep the old weights while others have the new.
 
     Raises:
         UsageError: The workers of a group are not `HoldsWeights`; or a rank would both send and receive; or an option

@@ -25,7 +25,7 @@ from bandmaster.rl.engine_weights.packing import Piece
 from bandmaster.rl.engine_weights.source import NO_REPLICAS, PacksWeights
 from bandmaster.rl.exchange import fill, pack
 from bandmaster.rl.layout import Box
-from bandmaster.rl.lent_weights import LentWeights
+from bandmaster.rl.lent_weights import LentWeights, wait_for_copies
 from bandmaster.rl.local_tensors import local_tensor, own_boxes, tensor_specs
 
 if TYPE_CHECKING:
@@ -129,8 +129,8 @@ class HoldsWeights(PacksWeights):
     def switch_weights(self, version: Any, received: Sequence[int]) -> None:
         """Use the staged weights from now on. Ranks without staged weights stay as they are.
 
-        Background tasks of async methods run meanwhile. If they use weights, override this method (and register the
-        override), and have both hold one `threading.Lock`.
+        Background tasks of async methods run meanwhile. If they use weights, override this method, and `copy_weights`
+        for syncs with ``share=True`` (and register the overrides), and have all hold one `threading.Lock`.
 
         Args:
             version: The new ``weights_version``.
@@ -153,13 +153,12 @@ class HoldsWeights(PacksWeights):
         """
         if lent is None:
             return
-        import torch
-
-        weights = self.weights()
-        boxes = own_boxes(weights)
-        self._use_whole({name: lent[name][box.slices(lent.boxes[name])] for name, box in boxes.items()}, version)
-        if any(weight.is_cuda for weight in weights.values()):
-            torch.cuda.synchronize()
+        boxes = {name: box for name, box in own_boxes(self.weights()).items() if box.size}
+        parts = {name: lent[name][box.slices(lent.boxes[name])] for name, box in boxes.items()}
+        try:
+            self._use_whole(parts, version)
+        finally:
+            wait_for_copies()
 
     def _use_whole(self, tensors: Mapping[str, Tensor], version: Any) -> None:
         """Copy tensors into the weights in use, all of them also if the call is interrupted."""

@@ -31,7 +31,7 @@ class PacksWeights(Worker):
 
     _snapshots: Mapping[int, dict[Piece, Tensor]] = MappingProxyType({})  # cast pieces on the CPU, by the sync
 
-    _loan: LentWeights | None = None
+    _loans: Mapping[int, LentWeights] = MappingProxyType({})  # by the sync
 
     def weights(self) -> Mapping[str, Tensor]:
         """The weights by name; see `HoldsWeights.weights`."""
@@ -117,6 +117,7 @@ class PacksWeights(Worker):
     def lend_weights(
         self,
         names: Sequence[str],
+        is_apart: bool,
         dtypes: Mapping[str, str],
         sync: int,
         checksums: Sequence[Mapping[str, int]] = (),
@@ -126,26 +127,30 @@ class PacksWeights(Worker):
 
         Args:
             names: The weights.
+            is_apart: Whether other processes read them.
             dtypes: The dtype in which to lend each, by name; one of another dtype is lent as a copy.
             sync: Identifies the sync.
             checksums: For each rank, the checksums of its tensors by name.
             replicas: The first rank that has the same part of a tensor, by the name of the tensor.
 
         Raises:
-            UsageError: A tensor's checksum differs from that of the other rank.
+            UsageError: A tensor's checksum differs from that of the other rank; or another process is to read one that
+                is not on a GPU.
         """
         import torch
 
         self.check_replicas(checksums, replicas)
-        found = {name: weight for name, weight in self.weights().items() if name in {*names}}
+        weights = self.weights()
+        found = {name: weights[name] for name in names}
         parts = {name: local_tensor(weight).detach().to(getattr(torch, dtypes[name])) for name, weight in found.items()}
-        self._loan = LentWeights(sync, parts, own_boxes(found))
-        return [self._loan]
+        lent = LentWeights(sync, parts, own_boxes(found), is_apart)
+        self._loans = {**self._loans, sync: lent}
+        return [lent]
 
     @register(Dispatch.ONE_TO_ALL)
-    def end_loan(self) -> None:
-        """Forget what was lent, which all readers have read."""
-        self._loan = None
+    def end_loan(self, sync: int) -> None:
+        """Forget what was lent for a sync, which all readers have read."""
+        self._loans = {other: lent for other, lent in self._loans.items() if other != sync}
 
     def check_replicas(self, checksums: Sequence[Mapping[str, int]], replicas: Mapping[str, int]) -> None:
         """Compare the checksums of this rank's weights with those of the ranks that have the same parts.

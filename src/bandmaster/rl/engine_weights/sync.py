@@ -277,7 +277,7 @@ class EngineSync(Restores):
             BaseException: Another error of a replica, or any if none is left out.
         """
         for replica, error in errors.items():
-            if not self._spares_dead or not (isinstance(error, WorkerDied) or _is(EngineDied, error)):
+            if not (self._spares_dead and is_death(error)):
                 raise error
             if not isinstance(error, WorkerDied):
                 self.on_engine_death(replica, error)
@@ -290,6 +290,11 @@ class EngineSync(Restores):
 def _is(kind: type[BaseException], error: BaseException) -> bool:
     """Whether a replica has raised an error of some kind."""
     return isinstance(error, RemoteError) and isinstance(error.__cause__, kind)
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether a replica has died, or the engine of one whose worker lives."""
+    return isinstance(error, WorkerDied) or _is(EngineDied, error)
 
 
 def check_in_flight(in_flight: str | None) -> None:

@@ -29,7 +29,7 @@ from bandmaster import Dispatch, UsageError, Worker, register, report
 from bandmaster.rl.engine_weights.packing import Packed, Piece, pack_pieces, unpack_pieces
 from bandmaster.rl.engine_weights.staged import Place, StagedWeights
 from bandmaster.rl.layout import Spec
-from bandmaster.rl.lent_weights import LentWeights, Memory
+from bandmaster.rl.lent_weights import LentWeights, Memory, wait_for_copies
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,6 +169,8 @@ class TakesWeights(Worker):
             version: Their version.
         """
         self.load_weights(weights)
+        if isinstance(weights, LentWeights):
+            wait_for_copies()
 
     # --- requests of a sync ---
 
@@ -186,6 +188,11 @@ class TakesWeights(Worker):
     async def engine_memory(self) -> Memory:
         """Return the memory that `load_weights` can read without a copy."""
         return Memory.of(self)
+
+    @register(Dispatch.REQUEST, concurrency=CONTROL)
+    async def takes_weights(self) -> None:
+        """Check that the engine can load weights now; see `check_takes_weights`."""
+        self.check_takes_weights()
 
     @register(Dispatch.REQUEST, concurrency=CONTROL)
     async def begin_weights(self, sync: int, base: int | None, specs: Mapping[str, Spec], place: Place) -> None:
@@ -388,7 +395,7 @@ class TakesWeights(Worker):
         except Exception as error:
             LOG.error("rank %d could not go back to its earlier weights: %s", self.rank, str(error))
             self._unusable = f"{why}; nor could it load its earlier ones again: {error}"
-            self._used, self._before = None, None
+            self._used, self._before, self.weights_version = None, None, None
             report(self, load=UNUSABLE_LOAD, version=NO_VERSION)
             await self.abort()
         else:
