@@ -21,6 +21,7 @@ from bandmaster.rl.engine_weights.healing import Healing
 from bandmaster.rl.engine_weights.packing import pack_pieces, unpack_pieces
 from bandmaster.rl.engine_weights.peers import PeerWeights
 from bandmaster.rl.engine_weights.staged import StagedWeights
+from bandmaster.rl.exchange import fill, pack
 from bandmaster.rl.layout import Box
 
 pytestmark = pytest.mark.backends("inprocess", "local")
@@ -664,6 +665,16 @@ def test_replicas_of_several_ranks_are_restarted_together(source, make_group, mo
     assert_has(engine, source, 1)
 
 
+def test_tensors_without_elements_are_packed_with_others():
+    tensors = [torch.ones(3, 2), torch.empty(0, 4, dtype=torch.bfloat16), torch.empty(0), torch.full((2,), True)]
+    for some in (tensors, tensors[1:3]):
+        packed = pack(some)
+        for place, data in zip(some, packed.split([one.numel() * one.itemsize for one in some]), strict=True):
+            found = torch.empty_like(place)
+            fill(found, data)
+            assert torch.equal(found, place)
+
+
 # --- deadlines ---
 
 
@@ -702,5 +713,6 @@ def test_a_sync_that_waits_too_long_is_called_off(source, make_group):
     engine.go.all().result()
     assert asked.result()[0].versions == [1]
     assert [figures["version"] for figures in engine.metrics.all().result()] == [1, 1]
+    assert engine.state()[0][2] == 1, "the replica that had waited did not load what was called off"
     sync(version=3, in_flight="wait")
     assert_has(engine, source, 3)
