@@ -3,6 +3,7 @@
 ::
 
     seed ──► program: threads of the controller that call, wait, cancel, ...           (`simulation.program`)
+               │ steps of one kind: maps and streams, rows, faults                  (`simulation.maps`, ...)
                │ true code: groups, calls, requests, router, progress, watching, wire.client, lanes, poller
                │      its clock, locks, threads, polls and sockets are those of the world (`simulation.install`)
                ▼
@@ -12,7 +13,7 @@
              ranks: read messages, run methods, reply, fail, hang, die, as the seed says (`simulation.ranks`)
                │
                ▼
-             history ──► checks: each call ends once, by its own value; order; leases    (`simulation.checks`)
+             history ──► checks: each call ends once, by its own value; order; leases    (`simulation.program`)
 
 No worker process is started and nothing waits in real time. The path is not changed for it: modules get other objects
 for `threading`, `time`, `select` and `os` while a program runs. ``python -m simulation --seed 7`` repeats a program.

@@ -273,6 +273,8 @@ class Rank:
         if self.slots.get(number % N_SLOTS) == number:
             args, _ = ((), ()) if method == CONSTRUCT else self._executor._arguments(parts, readers)
             running.token = args[0] if args else None
+            if method in (NEXT, CLOSE_STREAM):  # whose argument is a random name of the stream
+                running.token = self.streams.get(running.token, (None,))[0]
             self._end(running, Interrupted("before it began"))
             return
         self._run(running, parts, readers)

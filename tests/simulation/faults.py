@@ -1,0 +1,78 @@
+"""Steps of programs: ranks that are replaced or stand still, and hosts that are cut off."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import bandmaster as bm
+from simulation.drawn import Sent
+from simulation.ranks import Plan
+from simulation.world import START
+
+if TYPE_CHECKING:
+    from simulation.program import Program
+
+NOTICED_S = 2.0 + 0.5  # after `stall_after`: the goal, and what a busy machine adds
+
+
+def renew(program: Program, draw: random.Random) -> None:
+    """Restart the group, or replace a rank."""
+    program.is_renewed = True
+    program.world.note("renews")
+    try:
+        if draw.random() < 0.5:
+            program.group.restart()
+        else:
+            program.group.replace(draw.randrange(program.kind.n_ranks))
+    except (bm.UsageError, bm.WorkerDied, bm.CallCancelled, bm.ConstructorError) as error:
+        program.world.note("cannot renew", type(error).__name__)
+
+
+def cut(program: Program, draw: random.Random) -> None:
+    """Cut a host off, or kill its agent."""
+    program.is_renewed = program.is_cut = True
+    network = program.world.network  # type: ignore[attr-defined]
+    processes = sorted({task.process for task in program.world.tasks} - {""})
+    if processes:
+        process = draw.choice(processes)
+        if draw.random() < 0.3:
+            network.gone.add(process)
+            program.world.kill(process)
+        else:
+            seconds = draw.choice([0.1, 1.0, 30.0])
+            program.world.note("cut off", process, seconds)
+            network.cut_off(process, seconds)
+
+
+def stall(program: Program, draw: random.Random) -> None:
+    """Have a rank stand still or compute, and check who is told of it."""
+    world, kind = program.world, program.kind
+    for sent in [one for one in program.calls if kind.passing and one.future is not None]:
+        program.wait(sent, None)  # else it is the call of the rows that stands still, which has a limit of its own
+    after_s, shape = draw.choice([2.0, 5.0]), draw.choice(["stopped", "idle", "busy"])
+    lasts_s = after_s * draw.choice([0.4, 3.0, 6.0])
+    token = next(program.tokens)
+    plans = {0: Plan(lasts_s, is_busy=shape == "busy")}
+    if shape == "stopped":
+        program.is_cut = True  # its replies come late
+        plans = {0: Plan(1e-4)}
+        ranks = world.zygote.groups[program.group.name].ranks  # type: ignore[attr-defined]
+        ranks[0].stop()
+        world.after(lasts_s, ranks[0].go_on)
+    sent = program.by_token[token] = Sent(token, "work", plans)
+    began, n_before = world.now, len(bm.stalls())
+    world.note("stalls", token, shape, after_s, lasts_s)
+    try:
+        program.judge(sent, program.group.work.options(stall_after=after_s, timeout=None)(token))
+    except bm.BandmasterError as error:
+        program.judge(sent, error)
+        return  # as a rank has died, or is being replaced
+    told = [stall for stall in bm.stalls()[n_before:] if stall.method.endswith(".work")]
+    told = [one for one in told if one.at - 1.7e9 + START - one.seconds > began - 0.1]  # not of an earlier call
+    if shape == "busy" or lasts_s < after_s:
+        world.check(not told or kind.n_threads > 0, "a notice of a call that goes on", token, shape, told)
+    elif kind.n_threads == 0:
+        world.check(bool(told), "nobody was told of a call that stands still", token, shape, after_s, lasts_s)
+        late_s = told[0].at - 1.7e9 + START - began - after_s if told else 0.0
+        world.check(late_s < NOTICED_S, f"told {late_s:.1f} s late of a call that stands still", token, shape)

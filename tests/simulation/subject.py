@@ -1,0 +1,82 @@
+"""The worker class of simulated programs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+import bandmaster as bm
+from simulation import sync
+from simulation import world as worlds
+from simulation.ranks import Raised
+
+
+class Subject(bm.Worker):
+    """The worker class; simulated ranks run none of this, and those of backend "inprocess" do."""
+
+    @bm.register("ONE_TO_ALL")
+    def work(self, token, ballast=None):
+        """A call of all ranks."""
+        return self._ran(token)
+
+    @bm.register(bm.TransferProtocol(bm.Broadcast(), bm.Concat("dp")))
+    def rows(self, token):
+        """A call that leaves rows on the ranks."""
+        self._ran(token)
+        return np.full((2, 10_000), token)
+
+    @bm.register(bm.TransferProtocol(bm.Split("dp"), bm.Gather("dp")))
+    def take(self, token, rows):
+        """A call that takes rows, which may not be there yet."""
+        return self._ran(token)
+
+    @bm.register("REQUEST", concurrency=4)
+    async def ask(self, token, ballast=None):
+        """A request."""
+        plan = self._begun(token)
+        await asyncio.sleep(plan.seconds)
+        return self._ended(token, plan)
+
+    @bm.register("ONE_TO_ALL")
+    def items(self, token):
+        """A call that yields items, as many as its token says."""
+        plan = self._begun(token)
+        for number in range(token % 4):
+            sync.sleep(plan.seconds)
+            yield token, self.rank, number
+        self._ended(token, plan)
+
+    @bm.register("REQUEST", concurrency=4)
+    async def chunk(self, tokens, width):
+        """A request for some rows, which all have one token."""
+        plan = self._begun(int(tokens[0]))
+        await asyncio.sleep(plan.seconds)
+        self._ended(int(tokens[0]), plan)
+        return np.full((len(tokens), width), tokens[0])
+
+    @bm.register("REQUEST")
+    def exclusive(self, token, ballast=None):
+        """A request that runs alone."""
+        return self._ran(token)
+
+    def on_replace(self, rank, state):
+        """Nothing."""
+
+    def _ran(self, token):
+        plan = self._begun(token)
+        sync.sleep(plan.seconds)
+        return self._ended(token, plan)
+
+    def _begun(self, token):
+        world = worlds.world
+        world.note("begins", self.rank, token)
+        return world.program.plan_of(token, self.rank)
+
+    def _ended(self, token, plan):
+        world = worlds.world
+        world.note("ends", self.rank, token)
+        world.ended.setdefault(token, {})[self.rank] = world.now
+        if plan.how in ("raise", "die"):
+            raise Raised(token, self.rank)
+        return (token, self.rank, np.full(12_000, token)) if plan.how == "large" else (token, self.rank)
