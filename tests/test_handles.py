@@ -6,7 +6,9 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -34,6 +36,22 @@ def _share(one, other):
         mutable = [{id(item) for item in column if isinstance(item, list)} for column in (one, other)]
         return not mutable[0].isdisjoint(mutable[1])
     return np.shares_memory(*[getattr(column, "values", column) for column in (one, other)])
+
+
+class ReadWhen:
+    """An object that can be unpickled when a file exists."""
+
+    def __init__(self, gate):
+        self.gate = gate
+
+    def __reduce__(self):
+        return _read_when, (self.gate,)
+
+
+def _read_when(gate):
+    Path(f"{gate} is waited for").touch()
+    while not os.path.exists(gate):
+        time.sleep(0.001)
 
 
 class Rows(bm.Worker):
@@ -140,6 +158,10 @@ class Rows(bm.Worker):
         if fails:
             raise ValueError("no such row")
         return self.make(ids, LARGE)
+
+    @register(Dispatch.DP_PROTO)
+    def read_when(self, ids, gate):
+        return {"id": ids, "object": [ReadWhen(gate) if i == 5 else None for i in ids]}
 
     @register(Dispatch.REQUEST)
     def map_when(self, ids, gate):
@@ -577,6 +599,44 @@ def test_calls_get_the_rows_that_were_released_after_their_submission(two, three
         assert call.result(timeout=20)["id"].tolist() == list(ids)
     with pytest.raises(bm.RowsLost, match="were released"):
         three.who(there)
+
+
+@without_waiting
+def test_rows_that_are_released_as_another_thread_reads_them_are_lost(two, gate):
+    rows = two.read_when.submit(np.arange(6), str(gate))
+    two.everywhere()  # has its replies behind those of the first call
+    reader = threading.Thread(target=rows.result)
+    reader.start()
+    try:
+        until = idle_time() + 20
+        while not os.path.exists(f"{gate} is waited for"):
+            assert idle_time() < until
+            time.sleep(0.01)  # polling the thread that reads
+        rows.release()
+    finally:
+        gate.touch()
+        reader.join(60)
+    with pytest.raises(bm.RowsLost, match="were released"):
+        rows.result()
+
+
+@without_waiting
+def test_a_failed_call_whose_rows_were_released_keeps_nothing_of_the_program(two, three, gate):
+    def use():
+        rows = two.make_when.submit(np.arange(6), str(gate), fails=True)
+        taken = three.ids.submit(rows)
+        rows.release()
+        gate.touch()
+        with pytest.raises(bm.RemoteError):
+            rows.result()  # the traceback of this error has what this function has
+        return weakref.ref(taken)
+
+    taken = use()
+    until = idle_time() + 20
+    while taken() is not None:
+        assert idle_time() < until
+        gc.collect()
+        time.sleep(0.01)  # polling the threads that read what nobody waits for
 
 
 @without_waiting

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+LATE_S = 1.5  # between the last reply of a call and the return of a thread that waits for it: less than any look around
+
 
 class Kind(NamedTuple):
     """What a program is like.
@@ -29,7 +31,8 @@ class Kind(NamedTuple):
         n_hosts: Hosts that the ranks are on; 0 for the controller's.
         is_inprocess: Whether the ranks are objects in the controller's process, on the true backend for these.
         cutting: Share of steps of the main thread in which a host is cut off, or its agent killed.
-        passing: Share of steps in which rows of one call are passed to others.
+        passing: Share of steps with rows that ranks keep: operations on them, and calls that take them.
+        choosing: Share of steps in which a thread waits for several calls at once.
         stalling: Share of steps of the main thread in which a rank stands still, and is noticed or not.
         mapping: Share of steps in which a thread maps a method over rows, or takes the results of ranks as they come.
         yielding: Share of steps in which it takes the items of generators.
@@ -54,6 +57,7 @@ class Kind(NamedTuple):
     passing: float = 0.0
     mapping: float = 0.0
     yielding: float = 0.0
+    choosing: float = 0.0
     is_inprocess: bool = False
 
     @classmethod
@@ -81,6 +85,7 @@ class Kind(NamedTuple):
             cutting=draw.choice([0.0, 0.0, 0.03]) if faults > 0.4 else 0.0,
             mapping=draw.choice([0.0, 0.0, 0.1, 0.3]),
             yielding=draw.choice([0.0, 0.0, 0.1, 0.2]),
+            choosing=draw.choice([0.0, 0.05]),
         )
         if draw.random() < 0.85:
             return drawn
@@ -93,9 +98,16 @@ class Sent:
     Attributes:
         future: Its future; None if Ctrl-C came as it was submitted.
         has_ballast: Whether it takes a large array as well.
-        parent: The call whose rows it takes.
+        parents: The calls whose rows it takes, or from whose rows it is derived.
+        ids: The first number of each row that it has; None if it has no rows.
+        width: The numbers in each row, which are equal.
+        taken: The numbers of the rows that it takes, if it is a request of a map over rows that ranks keep.
         parts: The requests of a map, in the order of the rows.
-        chunk: The number of rows of each request of a map, and their width; None for single rows.
+        chunk: Most rows of each request of a map; None for single rows.
+        place: Its place among the calls of a thread, and the name of that.
+        is_releasing: Whether its rows were released, or are about to be.
+        is_released: Whether they were.
+        may_be_lost: Whether rows that it takes may have been released before it was submitted.
         returns_errors: Whether a map goes on after a request that has failed.
         is_cancelled: Whether it may have been cancelled.
         cancelled_at: When it was cancelled for certain.
@@ -105,9 +117,14 @@ class Sent:
     def __init__(self, token: int, method: str, plans: Any, has_ballast: bool = False) -> None:
         self.token, self.method, self.plans, self.has_ballast = token, method, plans, has_ballast
         self.cancelled_at = math.inf
-        self.parent: Sent | None = None
+        self.parents: list[Sent] = []
+        self.ids: Any = None
+        self.width = 0
+        self.taken: Any = None
         self.parts: list[Sent] = []
-        self.chunk: tuple[int, int] | None = None
+        self.chunk: int | None = None
+        self.place: tuple[str, int] | None = None
+        self.is_releasing = self.is_released = self.may_be_lost = False
         self.returns_errors = False
         self.future: Any = None
         self.is_cancelled = False
@@ -119,26 +136,65 @@ class Sent:
     @property
     def args(self) -> tuple[Any, ...]:
         """Its arguments."""
-        if self.parent is not None:
-            return self.token, self.parent.future
+        if self.parents:
+            return self.token, *(parent.future for parent in self.parents)
         ballast = (np.full(12_000, self.token),) if self.has_ballast else ()
         return self.token, *ballast
 
     @property
     def hows(self) -> set[str]:
         """What its ranks do."""
-        if self.parts:
-            return set[str]().union(*(part.hows for part in self.parts))
         hows = {plan.how for plan in self.plans.values()} if isinstance(self.plans, dict) else {self.plans.how}
-        return hows if self.parent is None else hows | self.parent.hows
+        return hows.union(*(one.hows for one in (*self.parts, *self.parents)))
 
     @property
     def tokens(self) -> set[int]:
         """Those of the calls whose failures may be its own."""
-        return {self.token, *(part.token for part in self.parts)} | (self.parent.tokens if self.parent else set())
+        return {self.token}.union(*(one.tokens for one in (*self.parts, *self.parents)))
+
+    @property
+    def may_be_cancelled(self) -> bool:
+        """Whether it, or a call whose rows it takes, may have been cancelled."""
+        return self.is_cancelled or any(parent.may_be_cancelled for parent in self.parents)
+
+    @property
+    def may_be_released(self) -> bool:
+        """Whether its rows, or those from which they are derived, may have been released."""
+        may_be = self.is_releasing or self.may_be_lost
+        return may_be or (self.is_operation and any(parent.may_be_released for parent in self.parents))
+
+    @property
+    def is_request(self) -> bool:
+        """Whether one replica runs it."""
+        return self.method in ("ask", "exclusive", "chunk", "score")
+
+    @property
+    def is_operation(self) -> bool:
+        """Whether it is an operation on rows, or the controller's own rows, which no rank runs."""
+        return self.method == "operation"
 
     def cancel_at(self, moment: float) -> None:
         """Note that it was cancelled."""
         for one in (self, *self.parts):
             one.is_cancelled = True
             one.cancelled_at = min(one.cancelled_at, moment)
+
+
+def width_of(token: int) -> int:
+    """The numbers in each row of a call: rows that travel in replies, or lie in segments."""
+    return 10_000 if token % 3 else 10
+
+
+def made_ids(token: int, rank: int) -> np.ndarray:
+    """The numbers of the rows that a rank makes."""
+    return 16 * token + 4 * rank + np.arange(1 + (token + rank) % 2)
+
+
+def passed_on(rows: np.ndarray, token: int) -> np.ndarray:
+    """The rows, or their numbers, that a call makes of others."""
+    return rows * 31 + token
+
+
+def share_of(ids: np.ndarray, rank: int, n_ranks: int) -> np.ndarray:
+    """The rows that a rank gets of those that are split."""
+    return np.array_split(ids, n_ranks)[rank]

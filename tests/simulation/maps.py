@@ -23,9 +23,10 @@ def map_rows(program: Program, draw: random.Random, mine: list[Sent], can_await:
     whole.parts = [program.drawn(draw, asking=1.0) for _ in range(draw.choice([1, 2, 5, 12]))]
     whole.returns_errors = draw.random() < 0.3
     if not whole.returns_errors and draw.random() < 0.3:
-        whole.chunk = draw.choice([1, 2, 3]), draw.choice([1, 10_000])
+        whole.chunk, whole.width = draw.choice([1, 2, 3]), draw.choice([1, 10_000])
+        whole.ids = np.repeat([part.token for part in whole.parts], whole.chunk)
         for part in whole.parts:
-            part.method, part.chunk = "chunk", whole.chunk
+            part.method, part.ids, part.width = "chunk", np.full(whole.chunk, part.token), whole.width
     if not whole.returns_errors and whole.hows & {"raise", "die"}:
         for part in whole.parts:
             part.is_cancelled = True  # perhaps, as another one has failed
@@ -41,18 +42,30 @@ def map_rows(program: Program, draw: random.Random, mine: list[Sent], can_await:
         if whole.chunk is None:
             mapped = getattr(program.group, method).map(tokens, **options)
         else:
-            size, width = whole.chunk
-            mapped = program.group.chunk.map(np.repeat(tokens, size), width, chunk=size, **options)
-        if is_iterated:
-            _iterate(program, draw, whole, mapped, can_await)
-        elif draw.random() < 0.5:
-            program.calls.append(whole)
-            whole.future = mapped.future
-            mine.append(whole)
-        else:
-            began = program.world.now
-            program.judge(whole, mapped.result())
-            program.check_lateness(whole, began)
+            mapped = program.group.chunk.map(whole.ids, whole.width, chunk=whole.chunk, **options)
+        take_map(program, draw, whole, mapped, mine, is_iterated, can_await)
+
+
+def take_map(
+    program: Program,
+    draw: random.Random,
+    whole: Sent,
+    mapped: Any,
+    mine: list[Sent],
+    is_iterated: bool,
+    can_await: bool,
+) -> None:
+    """Iterate over a map, or have the values as one, now or later."""
+    if is_iterated:
+        _iterate(program, draw, whole, mapped, can_await)
+    elif draw.random() < 0.5:
+        program.calls.append(whole)
+        whole.future = mapped.future
+        mine.append(whole)
+    else:
+        began = program.world.now
+        program.judge(whole, mapped.result())
+        program.check_lateness(whole, began)
 
 
 def _iterate(program: Program, draw: random.Random, whole: Sent, mapped: Any, can_await: bool) -> None:
@@ -62,11 +75,11 @@ def _iterate(program: Program, draw: random.Random, whole: Sent, mapped: Any, ca
 
     def take(future: Any, began: float) -> bool:
         """Take one; whether it was the last that is wanted."""
-        size = 1 if whole.chunk is None else whole.chunk[0]
-        row = future.numbers[0] // size
-        program.world.check(len(future.numbers) == size, "the numbers of a chunk", whole.token, future.numbers)
+        row = future.numbers[0] // (whole.chunk or 1)
         program.world.check(row in left, "a row comes twice", whole.token, row)
         part = left.pop(row)
+        size = 1 if part.ids is None else len(part.ids)
+        program.world.check(len(future.numbers) == size, "the numbers of a chunk", whole.token, future.numbers)
         try:
             program.judge(part, future.result())
             program.check_lateness(part, began)

@@ -19,9 +19,9 @@ import numpy as np
 import bandmaster as bm
 from bandmaster.calls.progress import progress
 from bandmaster.worker_process.executor import NOT_CONSTRUCTED
-from simulation import faults, maps, rows, sync
+from simulation import faults, maps, rows, sync, waits
 from simulation import world as worlds
-from simulation.drawn import Kind, Sent
+from simulation.drawn import LATE_S, Kind, Sent, share_of
 from simulation.hosts import Network
 from simulation.install import Installed, SimulatedZygote
 from simulation.loop import Loop
@@ -29,7 +29,6 @@ from simulation.ranks import Plan, Raised
 from simulation.subject import Subject
 from simulation.world import START, World, WorldEnded
 
-LATE_S = 1.5  # between the last reply of a call and the return of a thread that waits for it: less than any look around
 LONG_S = 4.0
 QUICK = Plan()
 _LOGGERS = "bandmaster", "asyncio"
@@ -52,6 +51,7 @@ class Program:
         self.by_token: dict[int, Sent] = {}
         self.group: Any = None
         self._n_running = 0
+        self._n_placed: dict[str, int] = {}  # calls of each thread
         self.is_cut = self.kind.is_inprocess  # some host, so that replies may come late; here behind another thread's
         self.is_renewed = False  # perhaps: calls may have failed because of it
         self.world: World
@@ -151,7 +151,10 @@ class Program:
             faults.stall(self, draw)
             return
         if draw.random() < kind.passing:
-            rows.pass_rows(self, draw, mine)
+            rows.use_rows(self, draw, mine, can_await=not (is_main and kind.n_interrupts))
+            return
+        if draw.random() < kind.choosing:
+            waits.wait_for_some(self, draw, mine)
             return
         if draw.random() < kind.yielding:
             maps.take_items(self, draw)
@@ -178,9 +181,7 @@ class Program:
             if sent.future is None:
                 return
             if draw.random() < self.kind.cancelling:
-                sent.cancel_at(math.inf)
-                if sent.future.cancel():
-                    sent.cancel_at(self.world.now)
+                self.cancel(sent)
             elif draw.random() < 0.2:
                 sent.future.done()
             elif draw.random() < 0.1:
@@ -221,6 +222,15 @@ class Program:
         finally:
             loop.close()
             asyncio.set_event_loop(None)
+
+    def cancel(self, sent: Sent) -> None:
+        """Cancel a call; an operation on rows goes on."""
+        if sent.is_operation:
+            self.world.check(not sent.future.cancel(), "an operation on rows was cancelled", sent.token)
+            return
+        sent.cancel_at(math.inf)
+        if sent.future.cancel():
+            sent.cancel_at(self.world.now)
 
     @contextmanager
     def judged(self, sent: Sent) -> Iterator[None]:
@@ -296,21 +306,19 @@ class Program:
         """Make a blocking call."""
         sent = self.drawn(draw)
         self.calls.append(sent)
+        self.call(sent)
+
+    def call(self, sent: Sent) -> None:
+        """Make a blocking call."""
         self.world.note("calls", sent.method, sent.token)
-        if sent.method != "work":
+        if sent.is_request:
             self.submit_it(sent)
             if sent.future is not None:
                 self.wait(sent, None)
             return
         sent.waited_since = self.world.now
-        try:
-            value = self._method(sent)(*sent.args)
-        except KeyboardInterrupt:
-            sent.is_cancelled = True
-            raise
-        except bm.BandmasterError as error:
-            self.judge(sent, error)
-        else:
+        with self._submitting(sent) as args:
+            value = self._method(sent)(*args)
             self.judge(sent, value)
             self.check_lateness(sent, START)
         self.calls.remove(sent)
@@ -320,18 +328,27 @@ class Program:
     def _submit(self, draw: random.Random) -> Sent:
         sent = self.drawn(draw)
         self.calls.append(sent)
-        self.world.note("submits", sent.method, sent.token)
         self.submit_it(sent)
         return sent
 
     def submit_it(self, sent: Sent) -> None:
-        try:
-            sent.future = self._method(sent).submit(*sent.args)
-        except KeyboardInterrupt:
-            sent.is_cancelled = True
-            raise
-        except bm.BandmasterError as error:
-            self.judge(sent, error)
+        """Submit a call."""
+        self.world.note("submits", sent.method, sent.token)
+        with self._submitting(sent) as args:
+            sent.future = self._method(sent).submit(*args)
+
+    @contextmanager
+    def _submitting(self, sent: Sent) -> Iterator[tuple[Any, ...]]:
+        """A block that submits a call, with its arguments; judges its error, if it is one of the library's."""
+        if not sent.is_request:
+            name = self.world.current.name
+            self._n_placed[name] = place = self._n_placed.get(name, 0) + 1
+            sent.place = name, place
+        with self.judged(sent):
+            try:
+                yield sent.args  # here, as other threads may drop futures of rows
+            finally:
+                sent.may_be_lost |= any(parent.may_be_released for parent in sent.parents)
 
     def _method(self, sent: Sent) -> Any:
         method = getattr(self.group, sent.method)
@@ -360,11 +377,14 @@ class Program:
                 sent.is_lost = True
 
     def wait(self, sent: Sent, timeout: float | None) -> None:
-        began = self.world.now
+        began, future = self.world.now, sent.future
+        if future is None:  # another thread has dropped it
+            return
         if timeout is None:
             sent.waited_since = min(sent.waited_since, began)
+        was_released = sent.is_released
         try:
-            value = sent.future.result(timeout)
+            value = future.result(timeout)
         except bm.CallTimeout:
             self.world.check(timeout is not None, "a wait without a limit has ended by one", sent.token)
             self.world.check(self.world.now - began >= (timeout or 0) - 1e-3, "a limit has come too early", sent.token)
@@ -372,6 +392,7 @@ class Program:
         except bm.BandmasterError as error:
             self.judge(sent, error)
             return
+        self.world.check(not was_released, "rows are there that were released", sent.token)
         self.judge(sent, value)
         self.check_lateness(sent, began)
 
@@ -384,23 +405,23 @@ class Program:
 
     def ended(self, sent: Sent) -> float:
         """When the last rank has replied, in the case of a map to the last request; infinity before that."""
-        if sent.parts:
-            return max(map(self.ended, sent.parts))
+        if sent.parts or sent.is_operation:
+            return max(map(self.ended, sent.parts or sent.parents), default=START)
         by_rank = self.world.ended.get(sent.token, {})  # type: ignore[attr-defined]
-        n_ranks = self.kind.n_ranks if sent.method in ("work", "rows", "take") else 1
+        n_ranks = 1 if sent.is_request else self.kind.n_ranks
         return max(by_rank.values()) if len(by_rank) == n_ranks else math.inf
 
     def judge(self, sent: Sent, outcome: Any) -> None:
         """Check the outcome of a call."""
         world, hows = self.world, sent.hows
+        if isinstance(outcome, bm.RowsLost) and sent.may_be_released:
+            return  # it may have had its rows before
         if sent.outcome is not None and type(sent.outcome) is not type(outcome):
             world.fail(f"call {sent.token} has had another outcome: {sent.outcome!r}, now {outcome!r}")
         sent.outcome = outcome
         self.world.note("has", sent.token, type(outcome).__name__)
         if isinstance(outcome, bm.CallCancelled):
-            is_meant = sent.is_cancelled or self.is_renewed
-            if sent.parent is not None:
-                is_meant |= sent.parent.is_cancelled
+            is_meant = sent.may_be_cancelled or self.is_renewed
             # Ctrl-C may have come as the main thread sent it for another one: it was behind a call that waits for rows.
             is_meant |= self.kind.n_interrupts > 0 and self.kind.passing > 0
             world.check(is_meant, "a call was cancelled that nobody cancels", sent.token)
@@ -408,7 +429,7 @@ class Program:
             died = self.is_renewed or self.has_died() or "ended by the controller" in str(outcome)  # or is about to be
             world.check(died, "a worker is said to have died", sent.token, outcome)
         elif isinstance(outcome, bm.RemoteError) and NOT_CONSTRUCTED in str(outcome.__cause__):
-            is_call = sent.method not in ("ask", "exclusive") and not sent.parts
+            is_call = not (sent.is_request or sent.parts) or bool(sent.parents)
             world.check(self.is_renewed and is_call, "a request comes before the constructor", sent.token, outcome)
         elif isinstance(outcome, bm.RemoteError) and isinstance(outcome.__cause__, LookupError):
             world.check(self.is_renewed and sent.method == "items", "a generator is gone", sent.token, outcome)
@@ -417,26 +438,26 @@ class Program:
             cause = outcome.__cause__
             is_its = isinstance(cause, Raised) and cause.args[0] in sent.tokens
             world.check(is_its, "the failure of another call", sent.token, outcome)
+            known = [parent.outcome for parent in sent.parents]
+            is_own = cause.args[0] in (sent.token, *(part.token for part in sent.parts))
+            is_same = is_own or any(one is None or one is outcome for one in known)
+            world.check(is_same, "not the error of the rows", sent.token, outcome)
         elif isinstance(outcome, bm.RowsLost):
             world.check(self.is_renewed or self.has_died(), "rows are lost", sent.token, outcome)
         elif isinstance(outcome, bm.ClosedError):
             world.check(self.is_renewed, "a group is closed that nobody closes", sent.token)
         elif isinstance(outcome, BaseException):
             world.fail(f"call {sent.token} has {outcome!r}")
-        elif sent.chunk is not None:
-            size, width = sent.chunk
-            rows = np.repeat([part.token for part in sent.parts or [sent]], size)
-            is_right = outcome.shape == (len(rows), width) and bool((outcome == rows[:, None]).all())
-            world.check(is_right, "the rows of another map", sent.token)
+        elif sent.ids is not None:
+            world.check(not hows & {"raise", "die"}, "a call that fails has a value", sent.token, outcome)
+            shape, rows = (len(sent.ids), sent.width), np.asarray(outcome)
+            is_right = rows.shape == shape and bool((rows == sent.ids[:, None]).all())
+            world.check(is_right, "the rows of another call", sent.token, rows.shape, shape, rows[:, :1], sent.ids)
         elif sent.parts:
             self._judge_map(sent, outcome)
-        elif sent.method == "rows":
-            world.check(not hows & {"raise", "die"}, "a call that fails has a value", sent.token, outcome)
-            is_right = len(outcome) == 2 * self.kind.n_ranks and bool((outcome == sent.token).all())
-            world.check(is_right, "the rows of another call", sent.token)
         else:
             world.check(not hows & {"raise", "die"}, "a call that fails has a value", sent.token, outcome)
-            is_for_all = sent.method in ("work", "take")
+            is_for_all = not sent.is_request
             values = outcome if is_for_all else [outcome]
             n = self.kind.n_ranks if is_for_all else 1
             ranks = [value[1] for value in values]
@@ -462,10 +483,36 @@ class Program:
     def has_died(self) -> bool:
         return any(not rank.is_alive for rank in self.world.zygote.ranks.values())  # type: ignore[attr-defined]
 
-    def expected(self, token: int) -> int:
-        """What a large argument of a call is full of."""
+    def part_of(self, token: int, rows: Any) -> int:
+        """The token of the request of a map that gets some rows."""
+        whole = self.by_token[token]
+        return whole.parts[int(np.flatnonzero(whole.parents[0].ids == rows[0, 0])[0]) // (whole.chunk or 1)].token
+
+    def check_begun(self, token: int, rank: Any = None) -> None:
+        """Calls of a thread begin in their order, and none begins whose rows are not there."""
         sent = self.by_token.get(token)
-        return token if sent is None or sent.parent is None else sent.parent.token
+        if sent is None:
+            return
+        for parent in sent.parents:
+            is_there = not (parent.hows & {"raise", "die"} or isinstance(parent.outcome, bm.CallCancelled))
+            self.world.check(is_there, "a call begins without its rows", token, parent.token)
+        if rank is not None and sent.place is not None:
+            name, place = sent.place
+            self.world.check(place > rank.places.get(name, 0), "a thread's calls begin in another order", rank, token)
+            rank.places[name] = place
+
+    def check_taken(self, token: int, rank: int, taken: Any) -> None:
+        """What a call takes is what was passed, from its begin to its end."""
+        sent = self.by_token.get(token)
+        for number, array in enumerate(taken):
+            expected: Any = np.array(token)
+            if sent is not None and sent.parents:
+                ids = sent.parents[number].ids if sent.taken is None else sent.taken
+                expected = (ids if sent.is_request else share_of(ids, rank, self.kind.n_ranks))[:, None]
+            is_right = array is None or (
+                expected.shape[:1] in ((), array.shape[:1]) and bool((array == expected).all())
+            )
+            self.world.check(is_right, "a call has another's arguments", token, rank, number, array, expected)
 
     def _finish(self) -> None:
         """Wait for all calls, and check that each has ended once."""
@@ -493,8 +540,11 @@ class Program:
         ranks = self.world.zygote.ranks.values()  # type: ignore[attr-defined]
         if self.is_cut or self.kind.n_hosts or self.kind.is_inprocess or not all(rank.is_alive for rank in ranks):
             return
+        for _ in range(2):  # the replies of a call whose future was dropped are read with those of the next one
+            self.group.work(next(self.tokens))
         sync.sleep(SETTLED_S / 10)  # in which threads end, which refer to what they have looked at last
-        gc.collect()
+        while gc.collect():  # again, as the end of claims may refer to what is collected with them
+            pass
         sync.sleep(SETTLED_S / 10)
         writer = self.group._ownership.workers()._writer
         self.world.check(not writer.has_leases, "leases of ranks are left", writer._segments)

@@ -9,6 +9,7 @@ import numpy as np
 import bandmaster as bm
 from simulation import sync
 from simulation import world as worlds
+from simulation.drawn import made_ids, passed_on, width_of
 from simulation.ranks import Raised
 
 
@@ -24,17 +25,23 @@ class Subject(bm.Worker):
     def rows(self, token):
         """A call that leaves rows on the ranks."""
         self._ran(token)
-        return np.full((2, 10_000), token)
+        return np.tile(made_ids(token, self.rank)[:, None], width_of(token))
 
     @bm.register(bm.TransferProtocol(bm.Split("dp"), bm.Gather("dp")))
-    def take(self, token, rows):
+    def take(self, token, rows, more=None):
         """A call that takes rows, which may not be there yet."""
-        return self._ran(token)
+        return self._ran(token, rows, *([] if more is None else [more]))
+
+    @bm.register(bm.TransferProtocol(bm.Split("dp"), bm.Concat("dp")))
+    def pass_on(self, token, rows):
+        """A call that makes rows of others."""
+        self._ran(token, rows)
+        return passed_on(rows, token)
 
     @bm.register("REQUEST", concurrency=4)
     async def ask(self, token, ballast=None):
         """A request."""
-        plan = self._begun(token)
+        plan = self._begun(token, *([] if ballast is None else [ballast]))
         await asyncio.sleep(plan.seconds)
         return self._ended(token, plan)
 
@@ -55,22 +62,33 @@ class Subject(bm.Worker):
         self._ended(int(tokens[0]), plan)
         return np.full((len(tokens), width), tokens[0])
 
+    @bm.register("REQUEST", concurrency=4)
+    async def score(self, rows, token):
+        """A request of a map over rows that ranks keep."""
+        token = worlds.world.program.part_of(token, rows)
+        plan = self._begun(token, rows)
+        await asyncio.sleep(plan.seconds)
+        self._ended(token, plan)
+        return passed_on(rows, token)
+
     @bm.register("REQUEST")
     def exclusive(self, token, ballast=None):
         """A request that runs alone."""
-        return self._ran(token)
+        return self._ran(token, *([] if ballast is None else [ballast]))
 
     def on_replace(self, rank, state):
         """Nothing."""
 
-    def _ran(self, token):
-        plan = self._begun(token)
+    def _ran(self, token, *taken):
+        plan = self._begun(token, *taken)
         sync.sleep(plan.seconds)
         return self._ended(token, plan)
 
-    def _begun(self, token):
+    def _begun(self, token, *taken):
         world = worlds.world
         world.note("begins", self.rank, token)
+        world.program.check_begun(token)
+        world.program.check_taken(token, self.rank, taken)
         return world.program.plan_of(token, self.rank)
 
     def _ended(self, token, plan):

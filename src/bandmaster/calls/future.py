@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
-from weakref import finalize, ref
+from weakref import ref
 
 from bandmaster.calls.derived import Derived
 from bandmaster.calls.request import encode_argument
@@ -30,9 +30,20 @@ _log = logging.getLogger(__name__)
 
 
 class Claim:
-    """Held by a call that has not yet read the rows of a future. `Future.release` frees them when no claim is left."""
+    """Held by a call that has not yet read the rows of a future. `Future.release` frees them when no claim is left.
 
-    __slots__ = ("__weakref__",)
+    Attributes:
+        end: Called when it is collected. It is no `weakref.finalize`, whose registry would keep the call for ever if
+            its error has a traceback with the holder of the claim.
+    """
+
+    __slots__ = ("__weakref__", "end")
+
+    def __init__(self) -> None:
+        self.end: Callable[[], object] = bool
+
+    def __del__(self) -> None:
+        self.end()
 
 
 class Future(Handle, Generic[T]):
@@ -218,7 +229,7 @@ class Future(Handle, Generic[T]):
         if claim is None:
             self._call.release()
         else:
-            finalize(claim, self._call.release).atexit = False
+            claim.end = self._call.release
         with contextlib.suppress(ResourceError):  # then they are freed when a thread waits for a call of the group
             self.add_done_callback(lambda _: None)  # so that the replies are read
 

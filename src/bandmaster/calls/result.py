@@ -151,6 +151,8 @@ class Result(ABC):
                 done = self.done or done
                 if not done.is_here:  # else another thread has read them
                     done = self.done = self._brought(deadline)
+                    if self.is_released:  # meanwhile
+                        self.release()
         if done.error is not None:
             raise done.error
         return done.value

@@ -49,17 +49,17 @@ def wait(
     known = (ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION)
     if return_when not in known:
         raise UsageError(f"return_when of wait must be one of {', '.join(map(repr, known))}, got {return_when!r}")
-    not_done = _checked(futures, timeout, "wait")
+    given = _checked(futures, timeout, "wait")
     done: set[Future[Any]] = set()
-    for future in _as_they_come(not_done, Deadline(timeout)):
+    for future in _as_they_come(given, Deadline(timeout)):
         done.add(future)
         is_enough = return_when == FIRST_COMPLETED or (
             return_when == FIRST_EXCEPTION and future.exception() is not None
         )
         if is_enough:
             break
-    done.update(future for future in not_done - done if future.done())
-    return DoneAndNotDone(done, not_done - done)
+    done.update(future for future in given if future not in done and future.done())
+    return DoneAndNotDone(done, set(given) - done)
 
 
 def as_completed(futures: Iterable[Future[Any]], timeout: float | None = None) -> Iterator[Future[Any]]:
@@ -79,7 +79,7 @@ def as_completed(futures: Iterable[Future[Any]], timeout: float | None = None) -
     return _all_of(waiting, timeout, Deadline(timeout))
 
 
-def _all_of(waiting: set[Future[Any]], timeout: float | None, deadline: Deadline) -> Iterator[Future[Any]]:
+def _all_of(waiting: list[Future[Any]], timeout: float | None, deadline: Deadline) -> Iterator[Future[Any]]:
     n_done = 0
     for future in _as_they_come(waiting, deadline):
         n_done += 1
@@ -88,7 +88,7 @@ def _all_of(waiting: set[Future[Any]], timeout: float | None, deadline: Deadline
         raise TimeoutError(f"{len(waiting) - n_done} of {len(waiting)} futures were not done in {timeout:g} s")
 
 
-def _as_they_come(futures: set[Future[Any]], deadline: Deadline) -> Iterator[Future[Any]]:
+def _as_they_come(futures: list[Future[Any]], deadline: Deadline) -> Iterator[Future[Any]]:
     """Yield futures as they become done, until the deadline."""
     done: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
     for future in futures:
@@ -104,9 +104,10 @@ def _as_they_come(futures: set[Future[Any]], deadline: Deadline) -> Iterator[Fut
         yield future
 
 
-def _checked(futures: Iterable[Future[Any]], timeout: float | None, function: str) -> set[Future[Any]]:
+def _checked(futures: Iterable[Future[Any]], timeout: float | None, function: str) -> list[Future[Any]]:
+    """The futures, each once, in the order in which they were given."""
     check_seconds(f"timeout of {function}", timeout)
-    found = set(futures)
+    found = list(dict.fromkeys(futures))
     for future in found:
         if not isinstance(future, Future):
             raise UsageError(f"{function} takes futures returned by submit(), got {type(future).__name__}")
