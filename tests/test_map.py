@@ -602,6 +602,16 @@ def test_requests_end_though_ctrl_c_comes_as_they_are_cancelled(backend, tmp_pat
         assert n > 5
 
 
+def test_ctrl_c_in_a_wait_for_the_whole_loses_no_value(group):
+    for n in range(1, 1000):
+        whole = group.one.map(list(range(5))).future
+        was_pressed = pressed(whole.result, n)
+        assert whole.result(DEADLINE) == list(range(5))
+        if not was_pressed:
+            break
+    assert n > 5
+
+
 def test_a_future_outlives_its_map(group):
     future = group.one.map(list(range(30)), in_flight=2).future
     gc.collect()

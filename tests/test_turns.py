@@ -58,8 +58,11 @@ class Plain(bm.Worker):
         return rows
 
     @register(Dispatch.ONE_TO_ALL)
-    def count(self, n):
+    def count(self, n, gate=None):
         try:
+            if gate is not None:
+                self.note("begins")
+                self.wait_for(gate)
             yield from range(n)
         finally:
             self.note("closed")
@@ -493,6 +496,43 @@ def test_a_stream_goes_on_in_the_turns_of_its_group_alone(actor, critic, log):
         assert critic.run([1]) == [2]
     with actor.turn():
         assert "a closed" in log.of_rank_0(), "the generator lets go of what it holds"
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_a_turn_begins_when_all_requests_of_a_rivals_map_have_ended(actor, critic):
+    for _ in range(5):
+        with actor.turn():
+            whole = actor.ask.map(list(range(40)), in_flight=1).future
+        with critic.turn():
+            assert whole.done()
+        assert whole.result() == list(range(40))
+
+
+@pytest.mark.backends("inprocess")
+def test_a_stream_that_is_refused_as_it_begins_closes_its_generators(actor, critic, log, tmp_path):
+    def take_turn():
+        until(lambda: "a begins" in log.of_rank_0())
+        with critic.turn():
+            pass
+
+    def open_gate():
+        until(lambda: "in its turn" in repr(critic))
+        (tmp_path / "gate").touch()
+
+    def until(is_true):
+        deadline = time.monotonic() + DEADLINE_S
+        while not is_true() and time.monotonic() < deadline:
+            time.sleep(0.002)  # polling other threads
+
+    threads = [threading.Thread(target=target) for target in (take_turn, open_gate)]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(bm.UsageError, match="has its turn"):
+        actor.count.stream(3, str(tmp_path / "gate"))
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    with actor.turn():
+        assert {"a.0 closed", "a.1 closed"} <= {*log.all()}
 
 
 # --- what goes wrong ---

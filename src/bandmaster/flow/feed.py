@@ -170,8 +170,9 @@ class Feed(Result):
                     self.work.advance()
                 else:
                     self._begin()
-            except BaseException:  # Ctrl-C
+            except BaseException:  # Ctrl-C, or the next part is refused, as a rival's turn is about to begin
                 self.cancel()
+                self.close()
                 raise
 
     def advance(self) -> bool:

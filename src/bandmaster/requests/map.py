@@ -29,6 +29,7 @@ from bandmaster.flow.feed import Feed
 from bandmaster.flow.stream import Stream
 from bandmaster.plan.arguments import BoundArgument, Share, to_ranks
 from bandmaster.platform.deadline import Deadline
+from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.requests.arguments import Arguments, Beside, check_has_rows
 from bandmaster.requests.map_rows import MapOptions, Parts, joined, numbers_of, plan_parts, stacked
 from bandmaster.requests.request import Request
@@ -174,7 +175,7 @@ class MapFeed(Feed):
         self._free = [Share(place, ()) for place in range(n)]
         whole = to_ranks(plan.whole, ()).beside(self._beside)
         self._parts, self._whole = plan, Arguments.of(whole, self.site.method) if whole.items else Arguments()
-        router.sources[self.look] = None
+        router.sources[self.look] = self._open
         progress.add(self)
         return {}
 
@@ -285,12 +286,14 @@ class MapFeed(Feed):
             return False
         with self.lock:
             if self._values is None:
-                self._values = sorted(self.arrivals.drained(), key=lambda part: next(iter(numbers_of(part)), 0))
+                with SigintSafeLock():  # Ctrl-C loses no value
+                    self._values = sorted(self.arrivals.drained(), key=lambda part: next(iter(numbers_of(part)), 0))
                 if self.is_released:
                     self.release()
         if not self.keeps_rows:
             with contextlib.suppress(Exception):  # it is the result
                 self.value(Deadline(math.inf))
+            self._values = []  # here, as Ctrl-C may come before they are part of the result
         return True
 
     def tell(self) -> None:
@@ -315,8 +318,6 @@ class MapFeed(Feed):
             done = Done(error)
         except Exception as error:  # a chunk's value cannot be read, or values cannot be joined
             done = Done(error)
-        if not self.keeps_rows:
-            self._values = []
         return done
 
     def _drop_rows(self) -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -48,7 +48,8 @@ class Router:
         replicas: The replicas.
         waiting: The requests that wait for a place.
         are_requests: True.
-        sources: Of maps that send more requests as others end, the functions that do so.
+        sources: Of maps that send more requests as others end, the functions that do so, each with the requests of its
+            map that have not ended, or that it has not looked at since.
     """
 
     are_requests = True
@@ -67,7 +68,7 @@ class Router:
         first = submitter.work.first_replica % len(self.replicas)
         self._order = self.replicas[first:] + self.replicas[:first]  # of equally busy ones, the first gets a request
         self.waiting: deque[Request] = deque()
-        self.sources: dict[Callable[[], object], None] = {}
+        self.sources: dict[Callable[[], object], Collection[Any]] = {}
         self.site: CallSite = submitter.site(spec.name)
         self._work: OpenWork = submitter.work
         self._lock = submitter.work.sending
@@ -404,7 +405,7 @@ class Router:
         while True:
             for send_more in list(self.sources):
                 send_more()
-            if not (requests := self.open_requests()):
+            if not (requests := self.open_requests()) and not any(list(self.sources.values())):
                 return
             for request in requests:
                 if not request.wait_until_ended(deadline.left()):

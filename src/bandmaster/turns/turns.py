@@ -42,7 +42,7 @@ _changed = threading.Condition()  # held while any state here is read or changed
 _entered: list[Turn] = []
 _waiting: list[Turn] = []  # in the order of arrival
 _numbers = itertools.count()
-_takers: weakref.WeakSet[TurnTaker] = weakref.WeakSet()
+_takers: weakref.WeakKeyDictionary[TurnTaker, None] = weakref.WeakKeyDictionary()  # in the order of their making
 
 
 class Owner(NamedTuple):
@@ -298,7 +298,7 @@ class TurnTaker(Gate):
         self._is_moving = False  # a thread makes it yield or resume
         self._n_sending = 0
         with _changed:
-            _takers.add(self)
+            _takers[self] = None
 
     def shares_with_any(self, takers: Iterable[TurnTaker]) -> bool:
         """Whether it shares a slot with one of some groups."""
