@@ -33,6 +33,7 @@ class Kind(NamedTuple):
         cutting: Share of steps of the main thread in which a host is cut off, or its agent killed.
         passing: Share of steps with rows that ranks keep: operations on them, and calls that take them.
         choosing: Share of steps in which a thread waits for several calls at once.
+        turning: Share of steps in which it takes the turn of the group, or of another one on the same slots.
         stalling: Share of steps of the main thread in which a rank stands still, and is noticed or not.
         mapping: Share of steps in which a thread maps a method over rows, or takes the results of ranks as they come.
         yielding: Share of steps in which it takes the items of generators.
@@ -58,6 +59,7 @@ class Kind(NamedTuple):
     mapping: float = 0.0
     yielding: float = 0.0
     choosing: float = 0.0
+    turning: float = 0.0
     is_inprocess: bool = False
 
     @classmethod
@@ -86,6 +88,7 @@ class Kind(NamedTuple):
             mapping=draw.choice([0.0, 0.0, 0.1, 0.3]),
             yielding=draw.choice([0.0, 0.0, 0.1, 0.2]),
             choosing=draw.choice([0.0, 0.05]),
+            turning=draw.choice([0.0, 0.0, 0.0, 0.2]),
         )
         if draw.random() < 0.85:
             return drawn
@@ -107,6 +110,7 @@ class Sent:
         place: Its place among the calls of a thread, and the name of that.
         is_releasing: Whether its rows were released, or are about to be.
         is_released: Whether they were.
+        is_rivals: Whether it is a call of the other group on the same slots.
         may_be_lost: Whether rows that it takes may have been released before it was submitted.
         returns_errors: Whether a map goes on after a request that has failed.
         is_cancelled: Whether it may have been cancelled.
@@ -121,6 +125,7 @@ class Sent:
         self.ids: Any = None
         self.width = 0
         self.taken: Any = None
+        self.is_rivals = False
         self.parts: list[Sent] = []
         self.chunk: int | None = None
         self.place: tuple[str, int] | None = None

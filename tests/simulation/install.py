@@ -28,15 +28,17 @@ from bandmaster.backends.host_workers import HostShare, HostWorkers
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.calls import progress as progress_module
 from bandmaster.hosts import agent, handshake, link
+from bandmaster.turns import turns
 from bandmaster.wire import poller, status_page
 from bandmaster.worker_process import event_loop
 from simulation import hosts, loop, net, sync
 from simulation import world as worlds
 from simulation.lines import Lines
 from simulation.ranks import Rank
-from simulation.world import World
+from simulation.world import START, World
 
 _LOCKS = {type(threading.Lock()): sync.Lock, type(threading.RLock()): sync.RLock, threading.Event: sync.Event}
+_LOCKS[threading.Condition] = sync.Condition
 _MODULES = {
     id(threading): sync.Threading(),
     id(time): sync.Time(),
@@ -67,12 +69,14 @@ class Group:
 
     Attributes:
         ended: When the last rank has ended a call, by its token.
+        died_at: When the last rank has died.
     """
 
     def __init__(self, world: World, name: str, concurrency: int) -> None:
         self.world, self.name, self.concurrency = world, name, concurrency
         self.ranks: dict[int, Rank] = {}
         self.ended: dict[Any, float] = {}
+        self.died_at = START
 
     def __repr__(self) -> str:
         return self.name
@@ -90,7 +94,8 @@ class Group:
 
     def check_fence_passed(self, rank: Rank) -> None:
         """No call is waited for while a rank waits at a fence in vain."""
-        self.world.program.check_fence_passed(rank, self.ended[rank.failed_token])  # type: ignore[attr-defined]
+        ended_at = max(self.ended[rank.failed_token], self.died_at)
+        self.world.program.check_fence_passed(rank, ended_at)  # type: ignore[attr-defined]
 
     def check_room(self, rank: Rank) -> None:
         """No more requests of a method run than may."""
@@ -259,6 +264,7 @@ class Installed:
             setattr(owner, name, kind())
         progress_module.progress.__init__()  # type: ignore[misc]
         bm.watching.watch.watch.__init__()  # type: ignore[misc]
+        turns._takers.clear()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def end(self) -> None:

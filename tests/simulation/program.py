@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,14 @@ import numpy as np
 import bandmaster as bm
 from bandmaster.calls.progress import progress
 from bandmaster.worker_process.executor import NOT_CONSTRUCTED
-from simulation import faults, maps, rows, sync, waits
+from simulation import faults, maps, rows, sync, turns, waits
 from simulation import world as worlds
 from simulation.drawn import LATE_S, Kind, Sent, share_of
 from simulation.hosts import Network
 from simulation.install import Installed, SimulatedZygote
 from simulation.loop import Loop
 from simulation.ranks import Plan, Raised
-from simulation.subject import Subject
+from simulation.subject import Subject, Taker
 from simulation.world import START, World, WorldEnded
 
 LONG_S = 4.0
@@ -50,6 +50,7 @@ class Program:
         self.calls: list[Sent] = []
         self.by_token: dict[int, Sent] = {}
         self.group: Any = None
+        self.turns: turns.Turns | None = None
         self._n_running = 0
         self._n_placed: dict[str, int] = {}  # calls of each thread
         self.is_cut = self.kind.is_inprocess  # some host, so that replies may come late; here behind another thread's
@@ -67,14 +68,12 @@ class Program:
         world.program, world.ended, world.failed_at = self, {}, {}  # type: ignore[attr-defined]
         world.network, world.links, world.n_hosts = Network(), None, kind.n_hosts  # type: ignore[attr-defined]
         world.n_agents = itertools.count()  # type: ignore[attr-defined]
-        if kind.hot:
-            made.lines.begin(world.is_hot, world.line)
         worlds.begin(world)
         log = _Log(world)
         for name in _LOGGERS:
             logging.getLogger(name).addHandler(log)
         try:
-            self._main()
+            self._main(made)
         except WorldEnded:
             pass
         except BaseException as error:
@@ -94,11 +93,17 @@ class Program:
 
     # --- the main thread ---
 
-    def _main(self) -> None:
+    def _main(self, made: Installed) -> None:
         world, kind = self.world, self.kind
         backend = "inprocess" if kind.is_inprocess else "simulated-hosts" if kind.n_hosts else "simulated"
         with bm.ResourcePool([kind.n_ranks], backend=backend) as pool:
-            self.group = bm.WorkerGroup(pool, Subject)
+            self.group = bm.WorkerGroup(pool, Taker if kind.turning and self.seed % 2 else Subject)
+            if kind.turning:
+                self.turns = turns.Turns(bm.WorkerGroup(pool, Taker, name="Rival"))
+                with self.group.turn():  # from here on it takes turns, also if it has no hooks
+                    pass
+            if kind.hot:  # not before: what groups remember of classes and meshes is looked up in the order of hashes
+                made.lines.begin(world.is_hot, world.line)
             for number in range(kind.n_threads):
                 self._n_running += 1
                 world.spawn(f"caller {number}", lambda number=number: self._live(number))
@@ -107,8 +112,11 @@ class Program:
             world.end()
             sync._block(lambda: not self._n_running, None, "the other threads")
             self._finish()
+            turns.check_over()
             self._check_leases()  # not in `_finish`, whose variables refer to values
             self.group.close()
+            if self.turns is not None:
+                self.turns.rival.close()
         if (links := world.links) is not None:  # type: ignore[attr-defined]
             links.close()
         self._settle()
@@ -132,12 +140,16 @@ class Program:
         while n_left > 0:
             n_left -= 1
             try:
-                self._step(draw, mine)
+                self.step(draw, mine)
             except KeyboardInterrupt:
                 self.world.note("interrupted")
 
-    def _step(self, draw: random.Random, mine: list[Sent]) -> None:
+    def step(self, draw: random.Random, mine: list[Sent]) -> None:
+        """Make a step."""
         kind, is_main = self.kind, self.world.current is self.world.main
+        if draw.random() < kind.turning:
+            turns.take_turn(self, draw, mine)
+            return
         if draw.random() < kind.awaiting and not (is_main and kind.n_interrupts):
             self._await_some(draw)
             return
@@ -249,6 +261,10 @@ class Program:
         plans = None if sent is None else sent.plans
         return plans.get(rank, QUICK) if isinstance(plans, dict) else plans or QUICK
 
+    def plan_of_hook(self) -> Plan:
+        """What a rank does in a hook."""
+        return Plan(10 ** self.world.random.uniform(-5, -2))
+
     def check_ran_on(self, running: Any) -> None:
         """A call that was cancelled does not run on to its end."""
         sent = self.by_token.get(running.token)
@@ -265,7 +281,8 @@ class Program:
         for sent in self.calls:
             if self.is_cut:
                 return
-            is_behind = sent.method == "work" and sent.outcome is None and sent.token not in rank.begun
+            is_its = sent.is_rivals == (rank.group.name == "Rival")
+            is_behind = is_its and sent.method == "work" and sent.outcome is None and sent.token not in rank.begun
             if is_behind and sent.future is not None and not sent.is_cancelled:
                 late_s = world.now - max(ended_at, sent.waited_since)
                 world.check(
@@ -351,7 +368,7 @@ class Program:
                 sent.may_be_lost |= any(parent.may_be_released for parent in sent.parents)
 
     def _method(self, sent: Sent) -> Any:
-        method = getattr(self.group, sent.method)
+        method = getattr(self.turns.rival if sent.is_rivals and self.turns else self.group, sent.method)
         has_grace = sent.method == "work" and sent.token % 3 == 0
         return method.options(grace=self.grace) if has_grace else method
 
@@ -366,7 +383,8 @@ class Program:
             sent.n_callbacks += 1
             self.world.note("called back", sent.token)
             self.world.check(given is future, "a callback gets another future", sent.token)
-            self.check_lateness(sent, added_at)
+            if not sent.is_lost:  # Ctrl-C: the next one has it called
+                self.check_lateness(sent, added_at)
 
         try:
             future.add_done_callback(call_back)
@@ -446,6 +464,9 @@ class Program:
             world.check(self.is_renewed or self.has_died(), "rows are lost", sent.token, outcome)
         elif isinstance(outcome, bm.ClosedError):
             world.check(self.is_renewed, "a group is closed that nobody closes", sent.token)
+        elif isinstance(outcome, bm.UsageError) and self.turns is not None:
+            is_refused = "turn" in str(outcome) or "yielded" in str(outcome) or "hook" in str(outcome)
+            world.check(is_refused, "a call is refused", sent.token, outcome)
         elif isinstance(outcome, BaseException):
             world.fail(f"call {sent.token} has {outcome!r}")
         elif sent.ids is not None:
@@ -493,6 +514,9 @@ class Program:
         sent = self.by_token.get(token)
         if sent is None:
             return
+        if self.turns is not None:
+            others = self.turns.inside[not sent.is_rivals]
+            self.world.check(not others, "a call begins in the turn of a rival", token, others)
         for parent in sent.parents:
             is_there = not (parent.hows & {"raise", "die"} or isinstance(parent.outcome, bm.CallCancelled))
             self.world.check(is_there, "a call begins without its rows", token, parent.token)
@@ -541,7 +565,8 @@ class Program:
         if self.is_cut or self.kind.n_hosts or self.kind.is_inprocess or not all(rank.is_alive for rank in ranks):
             return
         for _ in range(2):  # the replies of a call whose future was dropped are read with those of the next one
-            self.group.work(next(self.tokens))
+            with self.group.turn() if self.turns is not None else nullcontext():
+                self.group.work(next(self.tokens))
         sync.sleep(SETTLED_S / 10)  # in which threads end, which refer to what they have looked at last
         while gc.collect():  # again, as the end of claims may refer to what is collected with them
             pass
@@ -555,7 +580,7 @@ class Program:
     def _settle(self) -> None:
         """Wait until the threads of the library have ended, and check that nothing is left."""
         world = self.world
-        self.group = None
+        self.group = self.turns = None
         self.calls.clear()
         with suppress(WorldEnded):
             sync._block(lambda: len(world.tasks) == 1, SETTLED_S, "the end of threads")

@@ -46,6 +46,7 @@ from bandmaster.wire.status_page import N_SLOTS, Interrupted
 from bandmaster.worker import Report
 from bandmaster.worker_process.executor import END, NOT_CONSTRUCTED, Executor
 from bandmaster.worker_process.loop import claimed, reply
+from simulation import turns
 from simulation.drawn import made_ids, passed_on, width_of
 from simulation.net import Socket
 from simulation.world import World
@@ -138,7 +139,7 @@ class Rank:
         self._lane = Lane(self._socket, SegmentWriter(kept_name(pid)))  # type: ignore[arg-type]
         self._executor = Executor(hold=nullcontext)
         self._executor._context = context
-        self.is_alive, self.is_stopped = True, False
+        self.is_alive, self.is_stopped, self.is_resident = True, False, True
         self.stopped_at = 0.0
         self.running: Running | None = None
         self.requests: dict[int, Running] = {}
@@ -296,6 +297,9 @@ class Rank:
         if running.method == "on_replace":
             self._soon(self._latency(), self._end, running, None)
             return
+        if running.method in ("on_yield", "on_resume"):
+            self._run_hook(running)
+            return
         if running.method in (OPEN_STREAM, NEXT, CLOSE_STREAM):
             self._run_items(running, args, kwargs)
             return
@@ -321,6 +325,15 @@ class Rank:
         elif plan.how == "raise":
             value = Raised(running.token, self.rank)
         self._soon(plan.seconds + self._latency(), self._end, running, value)
+
+    def _run_hook(self, running: Running) -> None:
+        """Yield its slots to another group, or resume."""
+        program: Any = self.world.program  # type: ignore[attr-defined]
+        turns.check_hook(program, self, running.method, self.is_resident)
+        running.plan = program.plan_of_hook()
+        self.world.note(running.method, self.group.name, self.rank)
+        self.is_resident = running.method == "on_resume"
+        self._soon(running.plan.seconds + self._latency(), self._end, running, None)
 
     def _run_items(self, running: Running, args: Any, kwargs: Any) -> None:
         """Begin a generator, make its next item, or close it."""
@@ -477,7 +490,7 @@ class Rank:
         """End the process."""
         if self.is_alive:
             self.is_alive = False
-            self.died = how
+            self.died, self.group.died_at = how, self.world.now
             self.world.note("died", self.group.name, self.rank, how)
             self.running = None
             self.requests = {}

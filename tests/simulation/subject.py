@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 
 import bandmaster as bm
-from simulation import sync
+from simulation import sync, turns
 from simulation import world as worlds
 from simulation.drawn import made_ids, passed_on, width_of
 from simulation.ranks import Raised
@@ -98,3 +98,23 @@ class Subject(bm.Worker):
         if plan.how in ("raise", "die"):
             raise Raised(token, self.rank)
         return (token, self.rank, np.full(12_000, token)) if plan.how == "large" else (token, self.rank)
+
+
+class Taker(Subject):
+    """A worker class with hooks of turns."""
+
+    is_resident = True
+
+    def on_yield(self):
+        """Note that it yields."""
+        self._hook("on_yield")
+
+    def on_resume(self):
+        """Note that it resumes."""
+        self._hook("on_resume")
+
+    def _hook(self, method):
+        program = worlds.world.program
+        turns.check_hook(program, self, method, self.is_resident)
+        sync.sleep(program.plan_of_hook().seconds)
+        self.is_resident = method == "on_resume"

@@ -30,11 +30,12 @@ def wait_for_some(program: Program, draw: random.Random, mine: list[Sent]) -> No
     done, not_done = bm.wait(futures, timeout, until)
     world = program.world
     world.check(done | not_done == set(futures) and not done & not_done, "futures are missing", done, not_done)
-    world.check(all(future.done() for future in done), "a future is not done", done)
+    ended = [future for future in futures if future in done]  # in this order, as that of a set is not the seed's
+    world.check(all(future.done() for future in ended), "a future is not done", done)
     if timeout is None and futures:
         is_enough = not not_done if until == "ALL_COMPLETED" else bool(done)
         if until == "FIRST_EXCEPTION":
-            is_enough = not not_done or any(future.exception() is not None for future in done)
+            is_enough = not not_done or any(future.exception() is not None for future in ended)
         world.check(is_enough, "a wait has ended too early", until, done, not_done)
         first = min if until == "FIRST_COMPLETED" else max
         if until != "FIRST_EXCEPTION" and not any(isinstance(sent.outcome, BaseException) for sent in chosen):

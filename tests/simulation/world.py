@@ -374,6 +374,9 @@ class World:
         # In no generator, which may be about to be closed.
         if self.is_still or code.co_flags & inspect.CO_GENERATOR or "/bandmaster/" not in code.co_filename:
             return
+        # Nor as a turn is left: a `with` block cannot do what it should if Ctrl-C comes before the first step of that.
+        if code.co_name == "__exit__" and code.co_filename.endswith("/turns.py"):
+            return
         self._to_interrupt -= 1
         if self._to_interrupt <= 0 and not _is_in_finalizer(frame):
             self.note("Ctrl-C", code.co_name)
