@@ -5,10 +5,12 @@ import gc
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -610,6 +612,37 @@ def test_ctrl_c_in_a_wait_for_the_whole_loses_no_value(group):
         if not was_pressed:
             break
     assert n > 5
+
+
+def begun_with_a_pause(begin, n):
+    """Call a function that begins a map, with a pause for other threads before the n-th line of feeds."""
+
+    def trace(frame, event, arg):
+        nonlocal n
+        n -= event == "line"
+        if n == 0:
+            time.sleep(0.01)  # so that others get the processor
+        return trace if frame.f_code.co_filename.endswith("feed.py") else None
+
+    sys.settrace(trace)
+    try:
+        return begin()
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_a_map_goes_on_wherever_other_threads_run_as_it_begins(group, tmp_path):
+    for n in range(1, 80):
+        gate = tmp_path / str(n)
+        mapped = begun_with_a_pause(partial(group.hold.map, [0, 1], str(gate), maxsize=1), n)
+        gate.touch()
+        with ThreadPoolExecutor(1) as pool:
+            taken = pool.submit(list, mapped)
+            try:
+                assert len(taken.result(DEADLINE)) == 2, n
+            finally:
+                mapped.close()
 
 
 def test_a_future_outlives_its_map(group):

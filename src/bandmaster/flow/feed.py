@@ -193,7 +193,8 @@ class Feed(Result):
                 return
             self._running = {future: share for share, future in self._first(self._plan()).items()}
             self._plan, self.parents = None, ()
-        for future, share in list(self._running.items()):
+            first = list(self._running.items())  # here: another thread may send others from now on
+        for future, share in first:
             self._ahead[self._place(share.rank)] += 1
             self._watch_part(future)
         self.send()
