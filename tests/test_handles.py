@@ -585,13 +585,16 @@ def test_rows_that_are_released_before_they_are_there_are_freed_then(two, gate, 
 
 
 @without_waiting
-def test_calls_get_the_rows_that_were_released_after_their_submission(two, three, gate):
+@pytest.mark.parametrize("n_times", [1, 2])
+def test_calls_get_the_rows_that_were_released_after_their_submission(n_times, two, three, gate):
     there = made(two, 6)
     assert len(there) == 6
     with two.make_when.submit(np.arange(6), str(gate)) as rows, there:
         both = three.who.submit(there.join(rows.select("id").rename(id="same"))[::-1])
         mapped = three.ids.map(rows[1:], chunk=1).future
         last = three.who.submit(there)
+    for released in (rows, there) * (n_times - 1):
+        released.release()
     with pytest.raises(bm.RowsLost, match="were released"):
         there.result()  # though calls have still to take them
     gate.touch()

@@ -46,6 +46,9 @@ class Claim:
         self.end()
 
 
+RELEASED = Claim()  # that of a future whose rows were released: to release them again does nothing
+
+
 class Future(Handle, Generic[T]):
     """The result of a group call, which may be pending; `GroupMethod.submit` returns it.
 
@@ -225,10 +228,10 @@ class Future(Handle, Generic[T]):
         get them. Without `release` they are freed when no future refers to them any more, and no rank reads them.
         """
         self._was_released = True
-        claim, self._claim = self._claim, None
+        claim, self._claim = self._claim, RELEASED
         if claim is None:
             self._call.release()
-        else:
+        elif claim is not RELEASED:
             claim.end = self._call.release
         with contextlib.suppress(ResourceError):  # then they are freed when a thread waits for a call of the group
             self.add_done_callback(lambda _: None)  # so that the replies are read
