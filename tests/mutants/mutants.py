@@ -543,7 +543,7 @@ MUTANTS = [
     Mutant(
         "replicas-unasked",
         "rl/group_sync.py",
-        "        if self._replicas and index == 0:\n",
+        "        if index == 0:\n",
         "        if False:\n",
         "A sync does not compare the ranks of the source that have the same part.",
     ),

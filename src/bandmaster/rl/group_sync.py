@@ -66,9 +66,8 @@ class GroupSync:
         """Submit the calls that send and stage a bucket; with the first one, compare replicas."""
         bucket = _Bucket.of(self.plan, self._buckets[index])
         arguments: list[Any] = [bucket.outgoing]
-        if self._replicas and index == 0:
-            names, firsts = self._replicas
-            arguments += [self._source.weights_checksums.submit(names), firsts]
+        if index == 0:
+            arguments += compared(self._source, self._replicas)
         rows = self._source.send_weights.submit(*arguments)[bucket.by_receiver]
         received: Future[Any] = self._target.receive_weights.submit(rows, bucket.incoming, sync, index == 0)
         return received
@@ -117,6 +116,14 @@ def replicas_in(plan: Resharding) -> tuple[list[list[str]], list[dict[str, int]]
             for rank in [first, *others] if others else ():
                 names[rank].append(name)
     return (names, firsts) if any(names) else None
+
+
+def compared(source: Any, replicas: tuple[list[list[str]], list[dict[str, int]]] | None) -> list[Any]:
+    """The arguments by which the ranks of a source compare the replicas that `replicas_in` has found."""
+    if replicas is None:
+        return []
+    names, firsts = replicas
+    return [source.weights_checksums.submit(names), firsts]
 
 
 class _Bucket(NamedTuple):

@@ -27,6 +27,7 @@ from weakref import WeakValueDictionary
 from bandmaster import UsageError, Worker
 from bandmaster.rl.engine_weights.staged import Place
 from bandmaster.rl.layout import Box, Layout, Spec
+from bandmaster.rl.local_tensors import tensor_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,9 +98,7 @@ class LentWeights(Mapping[str, "Tensor"]):
         self, sync: int, tensors: Mapping[str, Tensor], boxes: Mapping[str, Box], is_apart: bool = False
     ) -> None:
         self.sync, self.boxes, self._tensors = sync, dict(boxes), dict(tensors)
-        self.specs: dict[str, Spec] = {
-            name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()
-        }
+        self.specs: dict[str, Spec] = tensor_specs(tensors)
         self._handles = _handles_of(self._tensors) if is_apart else {}
         self._key = randbits(63)
         _lent_here[self._key] = self

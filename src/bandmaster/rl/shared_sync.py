@@ -13,7 +13,7 @@ from bandmaster import UsageError
 from bandmaster.rl.engine_weights.peers import values_of
 from bandmaster.rl.engine_weights.sync import check_in_flight, is_death, plan_into_engines
 from bandmaster.rl.engine_weights.target import PauseMode
-from bandmaster.rl.group_sync import layout_of, refuse_in_flight, refuse_overlap, replicas_in
+from bandmaster.rl.group_sync import compared, layout_of, refuse_in_flight, refuse_overlap, replicas_in
 from bandmaster.rl.layout import Box
 from bandmaster.rl.lent_weights import LentWeights, lenders
 from bandmaster.rl.resharding import Resharding, reshard
@@ -74,7 +74,9 @@ class SharedSync:
             for error in self._ask("takes_weights", lambda _: ()) if self._is_engine else ():
                 raise error  # before an engine is touched, as none keeps a copy
             try:
-                lent = self._source.lend_weights(self._names, self._are_apart, dtypes, sync, *self._compared())
+                lent = self._source.lend_weights(
+                    self._names, self._are_apart, dtypes, sync, *compared(self._source, self._replicas)
+                )
                 try:
                     died = self._use(lent, version, in_flight or "keep")
                 except BaseException:
@@ -120,13 +122,6 @@ class SharedSync:
             copied.exception()  # also if the wait was interrupted
             raise
         return None
-
-    def _compared(self) -> list[Any]:
-        """The arguments by which the source compares its replicas."""
-        if not self._replicas:
-            return []
-        names, firsts = self._replicas
-        return [self._source.weights_checksums(names), firsts]
 
     def _tell(self, method: str, sync: int) -> None:
         """Tell all replicas of an engine how the sync has ended; one that has died has no weights to go back to."""

@@ -14,7 +14,7 @@ from bandmaster.rl.engine_weights.checkpoint import FLOATS
 from bandmaster.rl.engine_weights.packing import Piece
 from bandmaster.rl.engine_weights.peers import Asked, Held, Restores, values_of, whole_box
 from bandmaster.rl.engine_weights.target import EngineDied, Expected, NoBase, PauseMode
-from bandmaster.rl.group_sync import N_BUCKETS, layout_of, replicas_in
+from bandmaster.rl.group_sync import N_BUCKETS, compared, layout_of, replicas_in
 from bandmaster.rl.layout import Layout, Spec
 from bandmaster.rl.resharding import Resharding, reshard
 
@@ -161,7 +161,9 @@ class EngineSync(Restores):
         if self._is_kept:
             n_ranks = self.plan.source.n_ranks
             pieces = [[piece for bucket in self._buckets for piece in bucket[rank]] for rank in range(n_ranks)]
-            kept = self.source.snapshot_weights.submit(pieces, self._dtypes, sync, base, *self._compared())
+            kept = self.source.snapshot_weights.submit(
+                pieces, self._dtypes, sync, base, *compared(self.source, self._replicas)
+            )
             return Begun(sync, [kept])
         if not is_all:
             return Begun(sync, None)
@@ -259,15 +261,8 @@ class EngineSync(Restores):
     # --- messages ---
 
     def _pack(self, bucket: Sequence[Sequence[Piece]], sync: int, base: int | None, is_first: bool = False) -> Any:
-        more = self._compared() if is_first and not self._is_kept else []
+        more = compared(self.source, self._replicas) if is_first and not self._is_kept else []
         return self.source.pack_weights.submit(bucket, self._dtypes, sync, base, *more)
-
-    def _compared(self) -> list[Any]:
-        """The arguments by which the source compares its replicas."""
-        if not self._replicas:
-            return []
-        names, firsts = self._replicas
-        return [self.source.weights_checksums.submit(names), firsts]
 
     def _without_dead(self, found: Iterable[int], errors: Mapping[int, BaseException]) -> list[int]:
         """The replicas that have answered.
