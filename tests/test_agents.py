@@ -154,6 +154,52 @@ def test_the_ranks_of_a_group_that_is_ended_while_they_start_are_ended():
     assert done.stdout == "['interrupted']\n", done.stderr
 
 
+REPLACED_WHILE_A_REQUEST_WAITS = """
+from concurrent.futures import Future
+from types import SimpleNamespace
+from bandmaster.hosts.agent import AgentServer
+from bandmaster.hosts.handshake import Secret
+from bandmaster.hosts.link import FrameKind, Message
+from bandmaster.contract import Reply
+from bandmaster.wire.messages import MessageKind, control_message, header_of
+
+class Workers(SimpleNamespace):
+    arrivals, reports, deaths, records, rendezvous = None, {}, {}, ["rank 0", "rank 1"], {}
+
+    def put(self, payloads):
+        return list(payloads)
+
+    def call(self, calls, tickets):
+        print("call of ranks", *[call.ranks for call in calls])
+
+    def request(self, rank, requests, take):
+        print("request of rank", rank)
+
+    def replace(self, rank):
+        print("replace rank", rank)
+
+server, rows = AgentServer(Secret.new(), "127.0.0.1", "test", lambda said, shows: (Workers(), (0, 1))), Future()
+server.start("group", None)
+ranks = server.groups["group"]
+server._store[7, 0] = rows, None  # as if they were on their way from another host
+request = [(number, ("method", int(Reply.DROP), (), [(0, (7, 0))], None), False) for number in (1, 2)]
+for rank, one in enumerate(request):
+    body = control_message(MessageKind.REQUESTS, [one])[4:]
+    ranks.take(Message(FrameKind.CALLS, ("group", [((rank,), body)]), {}), False)
+server.replace("group", 1)
+rows.set_result("rows")
+ranks.advance()
+print([(ranks, header_of(body)[1]) for ranks, body in ranks.replies(is_flushed=True)[0]])
+"""
+
+
+def test_a_request_that_waits_for_rows_is_not_for_the_worker_that_replaces_its_own():
+    done = subprocess.run(
+        [sys.executable, "-c", REPLACED_WHILE_A_REQUEST_WAITS], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "replace rank 1\nrequest of rank 0\n[((1,), 2)]\n", done.stderr
+
+
 # --- rows between hosts ---
 
 

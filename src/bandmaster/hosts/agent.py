@@ -358,5 +358,8 @@ class AgentServer:
     def replace(self, name: str, rank: int) -> tuple[Any, Any]:
         """Start a worker anew: where it is, and how others find rank 0."""
         ranks = self.groups[name]
+        with self._lock:
+            for those in [ranks, *[called for (_, other), called in self._called.items() if other == name]]:
+                those.forget(rank)
         ranks.workers.replace(rank)
         return ranks.workers.records[ranks.ranks.index(rank)], ranks.workers.rendezvous

@@ -347,16 +347,28 @@ class HostRanks:
 
     def interrupt(self, numbers: Mapping[int, int | None]) -> None:
         """Interrupt calls by their numbers; see `contract.Workers.interrupt`."""
-        meant, queue = {number for number in numbers.values() if number is not None}, self._queue
         why = Failure(FailureKind.CANCELLED, "cancelled before it was sent")
-        self._queue = deque()
-        for queued in queue:
-            for number in meant & queued.calls.keys():
-                self._fail(number, queued.calls[number].call.ranks, why)
-            left = {number: call for number, call in queued.calls.items() if number not in meant}
-            if left:
-                self._queue.append(queued._replace(calls=left))
+        self._fail_queued(lambda rank, number: numbers.get(rank) == number, why)
         self.workers.interrupt(self.tickets(numbers))
+
+    def forget(self, rank: int) -> None:
+        """Fail what waits here for the worker of a rank that is about to be replaced: it is not for the new worker."""
+        why = self.workers.deaths.get(rank) or Failure(FailureKind.DIED, "ended by the controller to be replaced")
+        self._fail_queued(lambda other, _: other == rank, why)
+
+    def _fail_queued(self, is_meant: Callable[[int, int], bool], why: Failure) -> None:
+        """Fail queued calls on the ranks that are meant, given with a call's number, and send those that are ready."""
+        queue, self._queue = self._queue, deque()
+        for calls, are_requests in queue:
+            left = {}
+            for number, (call, rows) in calls.items():
+                self._fail(number, [rank for rank in call.ranks if is_meant(rank, number)], why)
+                ranks = tuple([rank for rank in call.ranks if not is_meant(rank, number)])
+                if ranks:
+                    left[number] = _QueuedCall(call._replace(ranks=ranks), rows)
+            if left:
+                self._queue.append(_Queued(left, are_requests))
+        self.advance()
 
     def cancel(self) -> None:
         """Interrupt all calls, as their caller is gone."""
