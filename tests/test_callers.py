@@ -346,6 +346,30 @@ def test_calls_of_a_worker_begin_in_the_order_in_which_it_has_made_them(agents, 
 
 
 @pytest.mark.backends("local", "ray")
+async def chat_with_rank_0(group):
+    return await group.chat.options(replica=0)("a")
+
+
+def test_requests_of_workers_begin_behind_a_failed_call_that_nobody_waits_for(agents, rollout):
+    failed = rollout.fail_on.submit(0)
+    assert agents.await_.submit(chat_with_rank_0).result(DEADLINE) == [(0, "aa")] * 2
+    assert isinstance(failed.exception(DEADLINE), bm.RemoteError)
+
+
+def test_requests_of_workers_begin_behind_a_call_that_ctrl_c_has_interrupted(agents, rollout, tmp_path):
+    def press():
+        wait_for(tmp_path / "begun 0")
+        wait_for(tmp_path / "begun 1")
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        rollout.load_slowly(tmp_path)
+    thread.join()
+    assert agents.await_.submit(chat_with_rank_0).result(DEADLINE) == [(0, "aa")] * 2
+
+
 def test_values_of_calls_of_all_ranks_are_not_kept_in_the_worker(agents):
     def calls(rollout):
         import gc

@@ -61,6 +61,9 @@ class Failures(dict[int, Failure]):
 class _OtherCalls(Protocol):
     """The interface to the other calls of the same workers that a call uses; see `bandmaster.calls.open_work`."""
 
+    is_given: bool
+
+    def read_in_background(self) -> None: ...
     def first_before(self, call: Any) -> list[Any]: ...
     def send_in_background(self, call: Any) -> None: ...
     def wait_up_to(self, call: Any, deadline: Deadline) -> bool: ...
@@ -136,7 +139,7 @@ class Call(RowsResult):
         """Whether it was sent."""
         return self.request is None
 
-    def begin(self) -> None:
+    def begin(self, is_waited_for: bool = False) -> None:
         """Send it. An error is raised, and becomes the call's; ranks that have the call already are interrupted."""
         request = self.request
         if request is None:  # it was cancelled
@@ -151,6 +154,8 @@ class Call(RowsResult):
             self.read_in_background()
         if self._callbacks:
             self.drive_in_background()
+        if self._work.is_given and not is_waited_for:
+            self._work.read_in_background()
 
     def is_being_sent(self, workers: Workers, failures: Failures) -> None:
         """Enter the state SENT. `lock` is held until the tickets are there.

@@ -11,7 +11,9 @@
 One rule says which thread drives a call, that is, sends it and reads its replies: **the thread that waits for it, and
 the thread of callbacks (`bandmaster.calls.progress`) if a callback was added.** Both drive the calls before it as well,
 since a rank begins a call only when it has ended those before: a failed call that no thread waits for must not hold up
-the others. No other thread drives calls: a thread that reads for all would cost a blocking call two switches.
+the others. Workers that were given the group send requests of which this process does not know; once there may be such,
+the thread of callbacks drives all calls that no thread waits for. No other thread drives calls: a thread that reads for
+all would cost a blocking call two switches.
 
 - A waiting call is sent by `advance`. The thread that waits for it calls that (`wait_up_to`). If it was submitted
   without a wait, or a callback was added, callbacks of the rows that it takes call it (`send_in_background`).
@@ -126,6 +128,7 @@ class OpenWork:
         outgoing: The router that has requests which are about to be sent; None if there are none.
         renewed: The ranks that are being replaced, and get no requests.
         died: The ranks that have died as a reply says, and when it came; `Workers.deaths` may not say so yet.
+        is_given: Whether workers may call the group.
         sending: Held while requests are sent, and calls beside them, so that all ranks get them in one order.
     """
 
@@ -133,7 +136,7 @@ class OpenWork:
         self.waiting: deque[Waiting] = deque()
         self._sent: deque[Call] = deque()
         self._in_parts: WeakValueDictionary[int, InParts] = WeakValueDictionary()
-        self._is_advancing = False
+        self._is_advancing = self.is_given = False
         self.routers: dict[tuple[object, str], Routes] = {}
         self.first_replica = 0
         self.loads: dict[tuple[object, frozenset[int]], Any] = {}

@@ -133,7 +133,12 @@ class Submitter:
     def call(self, request: CallRequest) -> Any:
         """Send a call and wait for its result. Ctrl-C cancels it, as no other code has the future."""
         submit = self.submit_anyway if self.gate is OPEN else self.submit
-        return submit(request, is_waited_for=True).result_or_cancel()
+        try:
+            return submit(request, is_waited_for=True).result_or_cancel()
+        except BaseException:
+            if self.work.is_given:  # the ranks that have failed it begin no request until the others have ended it
+                self.work.read_in_background()
+            raise
 
     def submit(self, request: CallRequest, is_waited_for: bool = False) -> Future[Any]:
         """Send a call now, or when the rows that it takes are there.
@@ -155,7 +160,7 @@ class Submitter:
             self.workers()  # raises if the group was closed
             self.work.enqueue(call, is_waited_for)
         else:
-            call.begin()
+            call.begin(is_waited_for)
         return future
 
     def _send(self, call: Call, request: CallRequest) -> None:
@@ -248,6 +253,8 @@ class Submitter:
                     call.cancel()
         if orders and record is not None:
             record.is_sent()
+        if self.work.is_given:
+            self.work.read_in_background()
         return [Future(call, request.owner) for call in calls.values()]
 
     def options_but(self, options: CallOptions | None, changes: Mapping[str, Any]) -> CallOptions | None:

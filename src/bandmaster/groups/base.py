@@ -384,6 +384,8 @@ class AnyGroup(metaclass=ABCMeta):
             known["_key"] = f"{secrets.token_hex(8)}:{self._name}"
             self._ownership.when_closed(partial(Door.take_back, self._key))
         work = self._submitter.work
+        work.is_given = True
+        work.read_in_background()
         given = GivenGroup(self._name, partial(getattr, self), self._ownership.open_workers, lambda: work.renewed)
         reference = reference_to(given, self._key, self._submitter.prefix)
         return called_group, (reference, self._cls, self._mesh, dict(self._meshes))
