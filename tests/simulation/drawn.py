@@ -37,6 +37,7 @@ class Kind(NamedTuple):
         stalling: Share of steps of the main thread in which a rank stands still, and is noticed or not.
         mapping: Share of steps in which a thread maps a method over rows, or takes the results of ranks as they come.
         yielding: Share of steps in which it takes the items of generators.
+        calling: Share of steps in which it calls a group whose workers call the other one in turn.
     """
 
     n_ranks: int
@@ -61,6 +62,7 @@ class Kind(NamedTuple):
     choosing: float = 0.0
     turning: float = 0.0
     is_inprocess: bool = False
+    calling: float = 0.0
 
     @classmethod
     def drawn(cls, seed: int) -> Kind:
@@ -91,7 +93,10 @@ class Kind(NamedTuple):
             turning=draw.choice([0.0, 0.0, 0.0, 0.2]),
         )
         if draw.random() < 0.85:
-            return drawn
+            if draw.random() < 0.85:
+                return drawn
+            calling = draw.choice([0.1, 0.3, 0.6])  # each of its calls stands for several
+            return drawn._replace(calling=calling, turning=0.0, stalling=0.0, n_steps=min(drawn.n_steps, 50))
         return drawn._replace(is_inprocess=True, n_hosts=0, cutting=0.0, stalling=0.0, dying=0.0, n_interrupts=0)
 
 
@@ -111,6 +116,8 @@ class Sent:
         is_releasing: Whether its rows were released, or are about to be.
         is_released: Whether they were.
         is_rivals: Whether it is a call of the other group on the same slots.
+        is_callers: Whether it is a call of the group whose workers call others.
+        inner: The calls that its ranks make in turn, each with its limit of time; of a request, those of rank 0.
         may_be_lost: Whether rows that it takes may have been released before it was submitted.
         returns_errors: Whether a map goes on after a request that has failed.
         is_cancelled: Whether it may have been cancelled.
@@ -125,7 +132,8 @@ class Sent:
         self.ids: Any = None
         self.width = 0
         self.taken: Any = None
-        self.is_rivals = False
+        self.is_rivals = self.is_callers = False
+        self.inner: dict[int, list[tuple[Sent, float | None]]] = {}
         self.parts: list[Sent] = []
         self.chunk: int | None = None
         self.place: tuple[str, int] | None = None
@@ -171,7 +179,12 @@ class Sent:
     @property
     def is_request(self) -> bool:
         """Whether one replica runs it."""
-        return self.method in ("ask", "exclusive", "chunk", "score")
+        return self.method in ("ask", "exclusive", "chunk", "score", "ask_others")
+
+    @property
+    def runs_beside(self) -> bool:
+        """Whether it may run beside others of its kind."""
+        return self.is_request and self.method != "exclusive"
 
     @property
     def is_operation(self) -> bool:

@@ -19,12 +19,13 @@ NOTICED_S = 2.0 + 0.5  # after `stall_after`: the goal, and what a busy machine 
 def renew(program: Program, draw: random.Random) -> None:
     """Restart the group, or replace a rank."""
     program.is_renewed = True
-    program.world.note("renews")
+    group = program.callers if program.callers is not None and draw.random() < 0.5 else program.group
+    program.world.note("renews", group.name)
     try:
         if draw.random() < 0.5:
-            program.group.restart()
+            group.restart()
         else:
-            program.group.replace(draw.randrange(program.kind.n_ranks))
+            group.replace(draw.randrange(program.kind.n_ranks))
     except (bm.UsageError, bm.WorkerDied, bm.CallCancelled, bm.ConstructorError) as error:
         program.world.note("cannot renew", type(error).__name__)
 
@@ -33,7 +34,7 @@ def cut(program: Program, draw: random.Random) -> None:
     """Cut a host off, or kill its agent."""
     program.is_renewed = program.is_cut = True
     network = program.world.network  # type: ignore[attr-defined]
-    processes = sorted({task.process for task in program.world.tasks} - {""})
+    processes = sorted({task.process for task in program.world.tasks if task.process.startswith("host")})
     if processes:
         process = draw.choice(processes)
         if draw.random() < 0.3:

@@ -14,21 +14,28 @@ import errno
 import itertools
 import math
 import os
+import signal
 import socket
 from collections import deque
 from typing import Any
 
 from bandmaster.backends.host_workers import HostShare, HostWorkers
 from bandmaster.backends.machine import MachineBackend
+from bandmaster.callers.door import Door
+from bandmaster.callers.passed import PassedCalls
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.link import FOR_MESSAGES, connect
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.workers import AgentWorkers
+from bandmaster.worker_process import call_path
 from simulation import sync
 from simulation import world as worlds
-from simulation.net import HUP, IN, OUT, File
+from simulation.net import HUP, IN, OUT, File, Named
 
 KEEP_ALIVE_S = 9.0  # after which both ends of a connection learn that the other host does not answer
+
+
+AGENTS_PID = 1 << 16
 
 
 class Network:
@@ -212,7 +219,15 @@ class Stream(File):
 
 
 class SocketModule:
-    """Stands for the module `socket` where hosts are connected."""
+    """Stands for the module `socket` where hosts are connected, and where processes of one host are."""
+
+    @staticmethod
+    def socket(family: int = -1, kind: int = -1, *, fileno: int | None = None) -> Any:
+        return Named() if fileno is None else _world().files[fileno]
+
+    @staticmethod
+    def gethostname() -> str:
+        return gethostname()
 
     @staticmethod
     def create_server(address: Any, backlog: int = 0) -> Listening:
@@ -225,7 +240,8 @@ class SocketModule:
         listening = network.listening.get(address[1])
         if listening is None:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-        hosts = frozenset([listening.host, _world().current.process])
+        process = _world().current.process
+        hosts = frozenset([listening.host, _process().parent or process])
         mine, theirs = Stream(network, hosts), Stream(network, hosts)
         mine.other, theirs.other = theirs, mine
         theirs.process = listening.process
@@ -236,6 +252,63 @@ class SocketModule:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(socket, name)
+
+
+class Secrets:
+    """Stands for the module `secrets`."""
+
+    @staticmethod
+    def token_hex(n: int) -> str:
+        return f"{next(_world().secrets):0{2 * n}x}"
+
+    @staticmethod
+    def randbits(n: int) -> int:
+        return int(next(_world().secrets) << 40)
+
+
+class Here(call_path._Here):
+    """What calls of a process ask for."""
+
+    told_of_calls = staticmethod(lambda: "")
+
+
+def gethostname() -> str:
+    """The name of the host of the process."""
+    return socket.gethostname() if _world() is None else str(_process().host)
+
+
+def n_forks() -> int:
+    """A number of the process: each is as a fork of the others."""
+    return 0 if _world() is None else int(_process().pid)
+
+
+def peer_of(sock: Named) -> tuple[int, int]:
+    """The process of the other end, and its user."""
+    return _world().processes[sock.other.process].pid, os.getuid()
+
+
+def agents_door() -> str | None:
+    """The door of the agent that has started the process."""
+    return _world().processes[_process().parent].state.get("door")  # type: ignore[no-any-return]
+
+
+def handler(number: int) -> Any:
+    """The handler of a signal in the process."""
+    if _world() is None or not _world().current.process:
+        return signal.getsignal(number)
+    return _process().state.get(number, signal.default_int_handler)
+
+
+def set_handler(number: int, new: Any) -> Any:
+    """Have another handler of a signal in the process; returns that before."""
+    if _world() is None or not _world().current.process:
+        return signal.signal(number, new)
+    before, _process().state[number] = handler(number), new
+    return before
+
+
+def _process() -> Any:
+    return _world().processes[_world().current.process]
 
 
 def _world() -> Any:
@@ -280,14 +353,18 @@ class SimulatedHosts(MachineBackend):
         """Start the process of an agent. Returns its address."""
         world, made = _world(), list[AgentServer]()
 
+        number = next(world.n_agents)
+        process = f"{host} {number}"
+
         def live() -> None:
             server = AgentServer(secret, "127.0.0.1", "simulated", _start)
             os.close(server._announced)
+            if world.has_callers:
+                world.processes[process].state["door"] = Door(PassedCalls(server)).address
             made.append(server)
             server.run(60.0)
             world.kill(world.current.process)
 
-        number = next(world.n_agents)
-        world.spawn(f"agent of {host}", live, process=f"{host} {number}")
+        world.start_process(process, host, f"agent of {host}", live, AGENTS_PID + number)
         sync._block(lambda: bool(made), math.inf, "an agent")
         return made[0].address

@@ -11,6 +11,7 @@ import itertools
 import queue
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -23,18 +24,24 @@ import bandmaster as bm
 import bandmaster.calls.open_work
 import bandmaster.requests.router
 import bandmaster.watching.watch
+from bandmaster.answering import requests as answering
 from bandmaster.backends import get_backend, host_workers, register_backend
 from bandmaster.backends.host_workers import HostShare, HostWorkers
 from bandmaster.backends.machine import MachineBackend
+from bandmaster.callers import called, door, passed, reached
 from bandmaster.calls import progress as progress_module
+from bandmaster.groups import base
 from bandmaster.hosts import agent, handshake, link
+from bandmaster.platform import forks, locks
 from bandmaster.turns import turns
-from bandmaster.wire import poller, status_page
-from bandmaster.worker_process import event_loop
+from bandmaster.wire import lane, poller, status_page
+from bandmaster.worker_process import call_path, event_loop
+from bandmaster.worker_process import loop as worker_loop
 from simulation import hosts, loop, net, sync
 from simulation import world as worlds
 from simulation.lines import Lines
 from simulation.ranks import Rank
+from simulation.workers import Worker
 from simulation.world import START, World
 
 _LOCKS = {type(threading.Lock()): sync.Lock, type(threading.RLock()): sync.RLock, threading.Event: sync.Event}
@@ -50,6 +57,15 @@ _FUNCTIONS = {
     id(time.monotonic_ns): sync.Time.monotonic_ns,
     id(time.sleep): sync.sleep,
     id(ThreadPoolExecutor): sync.ThreadPoolExecutor,
+    id(threading.main_thread): sync.main_thread,
+    id(queue.SimpleQueue): sync.SimpleQueue,
+    id(socket.gethostname): hosts.gethostname,
+    id(forks.n_forks): hosts.n_forks,
+}
+
+_SINGLE = {
+    id(progress_module.progress): sync.PerProcess(progress_module.Progress),
+    id(call_path.here): sync.PerProcess(hosts.Here),
 }
 
 # Modules that the path imports when it needs them: a program must not depend on whether it is the first.
@@ -61,6 +77,10 @@ LATER = (
     "flow.waiting",
     "turns.turns",
     "answering.request_tasks",
+    "answering.requests",
+    "callers.called",
+    "callers.door",
+    "callers.passed",
 )
 
 
@@ -74,7 +94,7 @@ class Group:
 
     def __init__(self, world: World, name: str, concurrency: int) -> None:
         self.world, self.name, self.concurrency = world, name, concurrency
-        self.ranks: dict[int, Rank] = {}
+        self.ranks: dict[int, Any] = {}
         self.ended: dict[Any, float] = {}
         self.died_at = START
 
@@ -109,7 +129,7 @@ class SimulatedZygote:
     def __init__(self, world: World) -> None:
         self.world = world
         self.groups: dict[str, Group] = {}
-        self.ranks: dict[int, Rank] = {}
+        self.ranks: dict[int, Any] = {}
         self._pids = itertools.count(1 << 24)
         self.concurrency = 4
 
@@ -123,7 +143,8 @@ class SimulatedZygote:
         pid = next(self._pids)
         name = spawn.identity.group
         group = self.groups.setdefault(name, Group(self.world, name, self.concurrency))
-        rank = Rank(self.world, group, spawn.identity.rank, pid, self.world.files[descriptors[0]], spawn.context)
+        made = Worker if self.world.has_callers else Rank  # type: ignore[attr-defined]
+        rank = made(self.world, group, spawn.identity.rank, pid, self.world.files[descriptors[0]], spawn.context)
         group.ranks[spawn.identity.rank] = self.ranks[pid] = rank
         return pid
 
@@ -162,23 +183,25 @@ class _Nowhere:
         return 0
 
 
-def _ranks() -> dict[int, Rank]:
+def _ranks() -> dict[int, Any]:
     return worlds.world.zygote.ranks  # type: ignore[union-attr]
 
 
 def _interrupt(pid: int, number: int) -> None:
     worlds.tick()
-    _ranks()[pid].interrupt(number)
+    if pid in _ranks():  # else it is the controller
+        _ranks()[pid].interrupt(number)
 
 
 def _resume(pid: int, number: int) -> None:
     worlds.tick()
-    _ranks()[pid].resumed = number
+    _ranks()[pid].resume(number)
 
 
 def _stacks(pids: Any, timeout_s: float = 0.5) -> dict[int, str]:
     sync.sleep(0.02)
-    alive = {pid: _ranks()[pid] for pid in pids if _ranks()[pid].is_alive and not _ranks()[pid].is_stopped}
+    ranks = {pid: _ranks()[pid] for pid in pids if pid in _ranks()}
+    alive = {pid: rank for pid, rank in ranks.items() if rank.is_alive and not rank.is_stopped}
     return {pid: f"(in {rank.signs().method or 'the loop'})\n" for pid, rank in alive.items()}
 
 
@@ -213,11 +236,18 @@ class Installed:
         self.replace(futures, "threading", sync.Threading())
         self.replace(futures, "time", sync.Time())
         self.replace(event_loop, "asyncio", loop.Asyncio())
-        for module in (poller, progress_module):
+        for module in (poller, progress_module, answering, called, call_path, door, lane, passed, reached, worker_loop):
             self.replace(module, "os", net.Os())
         self.replace(poller, "open", net.opened)
-        for module in (agent, handshake, link):
+        for module in (agent, door, handshake, host_workers, lane, link, reached):
             self.replace(module, "socket", hosts.SocketModule())
+        for module in (base, door, passed):
+            self.replace(module, "secrets", hosts.Secrets())
+        self.replace(door, "peer_of", hosts.peer_of)
+        self.replace(reached, "agents_door", hosts.agents_door)
+        self.replace(called, "_known", sync.PerProcess(dict))
+        self.replace(locks, "_handler", hosts.handler)
+        self.replace(locks, "_set_handler", hosts.set_handler)
         self.replace(host_workers, "lane_pair", net.socket_pair)
         self.replace(host_workers, "rendezvous_sockets", lambda _: [_Nowhere()] * 2)
         self.replace(host_workers, "_output_of", lambda *_: None)
@@ -239,7 +269,7 @@ class Installed:
             one = getattr(one, "__func__", one)
             if isinstance(one, _CACHED):
                 self._caches[id(one)] = one
-        new = _MODULES.get(id(value), _FUNCTIONS.get(id(value)))
+        new = _MODULES.get(id(value), _FUNCTIONS.get(id(value), _SINGLE.get(id(value))))
         if new is not None:
             self.replace(module, attribute, new)
         elif type(value) in _LOCKS:
@@ -262,7 +292,9 @@ class Installed:
             cached.cache_clear()
         for owner, name, kind in self._locks:
             setattr(owner, name, kind())
-        progress_module.progress.__init__()  # type: ignore[misc]
+        door.Door._open = None
+        door.Door._addresses.clear()
+        reached._counts.clear()
         bm.watching.watch.watch.__init__()  # type: ignore[misc]
         turns._takers.clear()
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -52,10 +52,24 @@ class Loop(asyncio.SelectorEventLoop):
     """An event loop that runs in a thread of the world."""
 
     def __init__(self) -> None:
+        self._threads: sync.ThreadPoolExecutor | None = None
         super().__init__(Selector())
+        self._counter.world.processes[self._counter.process].loops.append(self)
+
+    def __del__(self) -> None:
+        """Close nothing: that of a process that was killed is closed."""
 
     def time(self) -> float:
         return sync.now()
+
+    def run_in_executor(self, executor: None, function: Any, *args: Any) -> Any:  # type: ignore[override]
+        self._threads = self._threads or sync.ThreadPoolExecutor(1, "a thread of an event loop")
+        return asyncio.wrap_future(self._threads.submit(function, *args), loop=self)
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+        super().close()
 
     def _make_self_pipe(self) -> None:
         self._counter = EventCounter()

@@ -31,6 +31,9 @@ def map_rows(program: Program, draw: random.Random, mine: list[Sent], can_await:
         for part in whole.parts:
             part.is_cancelled = True  # perhaps, as another one has failed
     is_iterated, method = draw.random() < 0.5, draw.choice(["ask", "ask", "exclusive"])
+    if whole.chunk is None:
+        for part in whole.parts:
+            part.method = method
     options = {
         "in_flight": draw.choice([None, None, 1, 3]),
         "maxsize": draw.choice([None, 1, 4]) if is_iterated else None,

@@ -8,6 +8,7 @@ import math
 import os
 import select
 import socket
+import struct
 from collections import deque
 from typing import Any
 
@@ -101,6 +102,7 @@ class Socket(File):
     has_room_for = 208 * 1024
     OVERHEAD = 512
     is_blocking = True
+    timeout_s: float | None = None  # in which something has to arrive
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,13 +132,15 @@ class Socket(File):
     def _send(self, data: bytes, fds: list[int], flags: int) -> int:
         worlds.tick()
         other = self.other
+        if self.fd < 0:
+            raise OSError(errno.EBADF, "Bad file descriptor")
         if not self.can_send(len(data)):
             if flags & socket.MSG_DONTWAIT or not self.is_blocking:
                 raise BlockingIOError(errno.EAGAIN, "the other end does not read")
             sync._block(lambda: self.can_send(len(data)), None, "a socket that is read")
         if other.closed or self.is_shut:
             raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-        other.arrived.append((data, [os.dup(fd) for fd in fds]))
+        other.arrived.append((data, [_sent(fd) for fd in fds]))
         other.n_bytes += len(data) + self.OVERHEAD
         self.world.version += 1
         if other.on_arrival is not None:
@@ -153,9 +157,14 @@ class Socket(File):
                 return 0, [], 0, None
             if flags & socket.MSG_DONTWAIT or not self.is_blocking:
                 raise BlockingIOError(errno.EAGAIN, "nothing has arrived")
-            sync._block(lambda: bool(self.arrived) or self.other.closed, None, "a message")
+            is_there = lambda: bool(self.arrived) or self.other.closed or self.is_shut or self.fd < 0  # noqa: E731
+            if not sync._block(is_there, self.timeout_s, "a message"):
+                raise BlockingIOError(errno.EAGAIN, "nothing has arrived in time")
             return self.recvmsg_into(buffers, n_ancillary, flags)
         data, fds = self.arrived.popleft()
+        for fd in fds:
+            if fd >= FIRST:
+                self.world.files[fd].process = self.world.current.process
         self.n_bytes -= len(data) + self.OVERHEAD
         self.world.version += 1
         if self.other.on_arrival is not None:
@@ -165,8 +174,24 @@ class Socket(File):
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())] if fds else []
         return len(data), rights, 0, None
 
-    def setsockopt(self, *_: Any) -> None:
-        return
+    def setsockopt(self, level: int, option: int, value: Any) -> None:
+        if option == socket.SO_RCVTIMEO:
+            seconds, micros = struct.unpack("@ll", value)
+            self.timeout_s = seconds + micros / 1e6 or None
+
+    def getsockopt(self, level: int, option: int) -> int:
+        return self.has_room_for
+
+    def setblocking(self, is_blocking: bool) -> None:
+        self.is_blocking = is_blocking
+
+    def moved(self) -> Socket:
+        """This end with another descriptor, in place of this one."""
+        made = Socket()
+        made.other, made.other.other = self.other, made
+        made.arrived, self.arrived = self.arrived, deque()
+        made.n_bytes, made.is_shut, made.is_reset = self.n_bytes, self.is_shut, self.is_reset
+        return made
 
     def shutdown(self, how: int) -> None:
         self.is_shut = self.other.is_shut = True
@@ -182,11 +207,19 @@ class Socket(File):
             self.other.is_reset = True
         for _, fds in self.arrived:
             for fd in fds:
-                os.close(fd)
+                Os.close(fd)
         self.arrived.clear()
         self.n_bytes = 0
-        if self.other.on_arrival is not None and not self.other.closed:
+        if self.other.on_arrival is not None and not self.other.closed and self.other.other is self:
             self.other.on_arrival()
+
+
+def _sent(fd: int) -> int:
+    """The descriptor of a file that is on its way to another process."""
+    if fd < FIRST:
+        return os.dup(fd)
+    moved: Socket = _file(fd).moved()
+    return moved.fd
 
 
 def socket_pair() -> tuple[Socket, Socket]:
@@ -278,24 +311,127 @@ class OldPoll(Poll):
     def __init__(self) -> None:
         super().__init__(has_fd=False)
 
+    def register(self, fd: int, events: int = IN) -> None:
+        self.entries[fd] = events
+
     def poll(self, timeout: float | None = None, maxevents: int = -1) -> list[tuple[int, int]]:
+        known = self.world.files
+        before = self.entries = {fd: asked for fd, asked in self.entries.items() if fd in known}
+        self.entries, files = dict(before), [known[fd] for fd in before]
+        for file in files:
+            file.polls.append(self)
+        self._known = (-1, False)
         try:
             return super().poll(None if timeout is None or timeout < 0 else math.ceil(timeout) / 1000)
         finally:
-            for fd in self.entries:  # each is polled once
-                self.world.files[fd].polls.remove(self)
-            self.entries = {}
+            for file in files:
+                file.polls.remove(self)
+            self.entries = before
 
-    def __del__(self) -> None:
-        for fd in self.entries:
-            if fd in self.world.files and self in self.world.files[fd].polls:
-                self.world.files[fd].polls.remove(self)
+
+class Same(File):
+    """A further descriptor of a file."""
+
+    def __init__(self, file: File) -> None:
+        super().__init__()
+        self._file = file
+
+    def events(self) -> int:
+        return 0 if self._file.closed else self._file.events()
+
+
+class Named(Socket):
+    """A socket that is bound to a name of its host, or connected to one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = self  # until it is connected
+        self.waiting: deque[Named] = deque()
+        self._name = ""
+
+    def events(self) -> int:
+        return (IN if self.waiting or self.is_shut else 0) if self._name else super().events()
+
+    def bind(self, name: str) -> None:
+        self._name = name
+        self.world.names[_host(), name] = self
+
+    def listen(self, backlog: int = 0) -> None:
+        return
+
+    def accept(self) -> tuple[Named, Any]:
+        worlds.tick()
+        if not self.waiting:
+            raise BlockingIOError(errno.EAGAIN, "nobody connects")
+        found = self.waiting.popleft()
+        found.process = self.world.current.process
+        self.world.version += 1
+        return found, ""
+
+    def connect(self, name: str) -> None:
+        worlds.tick()
+        listening = self.world.names.get((_host(), name))
+        if listening is None or listening.closed or listening.is_shut:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        theirs = Named()
+        theirs.process = listening.process
+        theirs.other, self.other = self, theirs
+        listening.waiting.append(theirs)
+        self.world.version += 1
+
+    def connect_ex(self, name: str) -> int:
+        try:
+            self.connect(name)
+        except OSError as error:
+            return error.errno or 0
+        return 0
+
+    def settimeout(self, seconds: float | None) -> None:
+        self.timeout_s, self.is_blocking = seconds or None, seconds != 0
+
+    def setblocking(self, is_blocking: bool) -> None:
+        self.timeout_s, self.is_blocking = None, is_blocking
+
+    def recv(self, n: int, flags: int = 0) -> bytes:
+        if flags & socket.MSG_PEEK and self.arrived:
+            return self.arrived[0][0][:n]
+        buffer, had_limit = bytearray(n), self.timeout_s is not None
+        try:
+            size, *_ = self.recvmsg_into([buffer], 0, flags)
+        except BlockingIOError:
+            if had_limit and not flags & socket.MSG_DONTWAIT:
+                raise TimeoutError("timed out") from None
+            raise
+        return bytes(buffer[:size])
+
+    def close(self) -> None:
+        for one in self.waiting:
+            one.close()
+        self.waiting.clear()
+        self.world.names.pop((self._name and _host_of(self.process), self._name), None)
+        super().close()
+
+
+def _host() -> str:
+    return _host_of(_world().current.process)
+
+
+def _host_of(process: str) -> str:
+    found: str = _world().processes[process].host
+    return found
 
 
 class Select:
     """Stands for the module `select`."""
 
     epoll, poll = Poll, OldPoll
+
+    @staticmethod
+    def select(
+        read: Any, write: Any, other: Any, timeout: float | None = None
+    ) -> tuple[list[int], list[int], list[int]]:
+        assert not (read or other) and timeout == 0, "what the library asks for"
+        return [], [fd for fd in write if _file(fd).events() & OUT], []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(select, name)
@@ -328,6 +464,25 @@ class Os:
         n, counter.n = counter.n, 0
         counter.world.version += 1
         return n
+
+    @staticmethod
+    def getpid() -> int:
+        world = worlds.world
+        return os.getpid() if world is None else world.processes[world.current.process].pid
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment of the process."""
+        found: dict[str, str] = _world().processes[_world().current.process].state.setdefault("environ", {})
+        return found
+
+    @staticmethod
+    def register_at_fork(**_: Any) -> None:
+        """There are no forks."""
+
+    @staticmethod
+    def dup(fd: int) -> int:
+        return os.dup(fd) if fd < FIRST else Same(_file(fd)).fd
 
     @staticmethod
     def pipe() -> tuple[int, int]:

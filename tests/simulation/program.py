@@ -11,27 +11,28 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
 
 import bandmaster as bm
-from bandmaster.calls.progress import progress
+from bandmaster.calls import progress as progress_module
 from bandmaster.worker_process.executor import NOT_CONSTRUCTED
-from simulation import faults, maps, rows, sync, turns, waits
+from simulation import callers, faults, maps, rows, sync, turns, waits
 from simulation import world as worlds
 from simulation.drawn import LATE_S, Kind, Sent, share_of
 from simulation.hosts import Network
 from simulation.install import Installed, SimulatedZygote
 from simulation.loop import Loop
 from simulation.ranks import Plan, Raised
-from simulation.subject import Subject, Taker
-from simulation.world import START, World, WorldEnded
+from simulation.subject import Caller, Subject, Taker
+from simulation.world import START, ThreadEnds, World, WorldEnded
 
 LONG_S = 4.0
 QUICK = Plan()
 _LOGGERS = "bandmaster", "asyncio"
+logging.getLogger("asyncio").addHandler(logging.NullHandler())  # tasks of killed processes end between programs
 SETTLED_S = 60.0  # in which threads end, and leases, once all is closed
 
 
@@ -51,6 +52,7 @@ class Program:
         self.by_token: dict[int, Sent] = {}
         self.group: Any = None
         self.turns: turns.Turns | None = None
+        self.callers: Any = None  # the group whose workers call this one
         self._n_running = 0
         self._n_placed: dict[str, int] = {}  # calls of each thread
         self.is_cut = self.kind.is_inprocess  # some host, so that replies may come late; here behind another thread's
@@ -67,7 +69,8 @@ class Program:
         world.zygote = SimulatedZygote(world)  # type: ignore[attr-defined]
         world.program, world.ended, world.failed_at = self, {}, {}  # type: ignore[attr-defined]
         world.network, world.links, world.n_hosts = Network(), None, kind.n_hosts  # type: ignore[attr-defined]
-        world.n_agents = itertools.count()  # type: ignore[attr-defined]
+        world.n_agents, world.secrets = itertools.count(), itertools.count(1)  # type: ignore[attr-defined]
+        world.has_callers, world.n_died = kind.calling > 0, 0  # type: ignore[attr-defined]
         worlds.begin(world)
         log = _Log(world)
         for name in _LOGGERS:
@@ -87,7 +90,7 @@ class Program:
                 logging.getLogger(name).removeHandler(log)
             worlds.end()
             made.lines.end()
-            self.group = None
+            self.group = self.callers = None
             gc.enable()
         return world
 
@@ -96,8 +99,11 @@ class Program:
     def _main(self, made: Installed) -> None:
         world, kind = self.world, self.kind
         backend = "inprocess" if kind.is_inprocess else "simulated-hosts" if kind.n_hosts else "simulated"
-        with bm.ResourcePool([kind.n_ranks], backend=backend) as pool:
+        with bm.ResourcePool([kind.n_ranks], backend=backend) as pool, ExitStack() as others:
             self.group = bm.WorkerGroup(pool, Taker if kind.turning and self.seed % 2 else Subject)
+            if kind.calling:
+                more = others.enter_context(bm.ResourcePool([kind.n_ranks], backend=backend))
+                self.callers = bm.WorkerGroup(more, Caller, self.group, name="Callers")
             if kind.turning:
                 self.turns = turns.Turns(bm.WorkerGroup(pool, Taker, name="Rival"))
                 with self.group.turn():  # from here on it takes turns, also if it has no hooks
@@ -115,6 +121,8 @@ class Program:
             turns.check_over()
             self._check_leases()  # not in `_finish`, whose variables refer to values
             self.group.close()
+            if self.callers is not None:
+                self.callers.close()
             if self.turns is not None:
                 self.turns.rival.close()
         if (links := world.links) is not None:  # type: ignore[attr-defined]
@@ -147,6 +155,9 @@ class Program:
     def step(self, draw: random.Random, mine: list[Sent]) -> None:
         """Make a step."""
         kind, is_main = self.kind, self.world.current is self.world.main
+        if draw.random() < kind.calling:
+            callers.call_callers(self, draw, mine)
+            return
         if draw.random() < kind.turning:
             turns.take_turn(self, draw, mine)
             return
@@ -368,7 +379,8 @@ class Program:
                 sent.may_be_lost |= any(parent.may_be_released for parent in sent.parents)
 
     def _method(self, sent: Sent) -> Any:
-        method = getattr(self.turns.rival if sent.is_rivals and self.turns else self.group, sent.method)
+        group = self.turns.rival if sent.is_rivals and self.turns else self.callers if sent.is_callers else self.group
+        method = getattr(group, sent.method)
         has_grace = sent.method == "work" and sent.token % 3 == 0
         return method.options(grace=self.grace) if has_grace else method
 
@@ -562,7 +574,13 @@ class Program:
     def _check_leases(self) -> None:
         """Leases end when nobody has what lies in segments, on both ends."""
         ranks = self.world.zygote.ranks.values()  # type: ignore[attr-defined]
-        if self.is_cut or self.kind.n_hosts or self.kind.is_inprocess or not all(rank.is_alive for rank in ranks):
+        if (
+            self.is_cut
+            or self.kind.n_hosts
+            or self.kind.is_inprocess
+            or self.kind.calling
+            or not all(rank.is_alive for rank in ranks)
+        ):
             return
         for _ in range(2):  # the replies of a call whose future was dropped are read with those of the next one
             with self.group.turn() if self.turns is not None else nullcontext():
@@ -580,19 +598,22 @@ class Program:
     def _settle(self) -> None:
         """Wait until the threads of the library have ended, and check that nothing is left."""
         world = self.world
-        self.group = self.turns = None
+        self.group = self.turns = self.callers = None
         self.calls.clear()
         with suppress(WorldEnded):
             sync._block(lambda: len(world.tasks) == 1, SETTLED_S, "the end of threads")
         world.check(len(world.tasks) == 1, "threads are left", world.tasks)
         gc.collect()
         world.check(not world.files, "descriptors are left", world.files)
-        world.check(not progress._watches, "watches are left", progress._watches)
+        watches = progress_module.progress._watches
+        world.check(not watches, "watches are left", watches)
 
 
 def warm_up(made: Installed) -> None:
-    """Run a program, so that those to come do not depend on what the library does when it is first used."""
-    Program(0, Kind(2, 2, 60, 0.1, 0.0, 0.1, 0.01, 0.5, 0.0, 0, 10.0)).run(made)
+    """Run programs, so that those to come do not depend on what the library does when it is first used."""
+    usual = Kind(2, 2, 60, 0.1, 0.0, 0.1, 0.01, 0.5, 0.0, 0, 10.0)
+    for kind in (usual, usual._replace(n_steps=20, dying=0.0, calling=0.7)):
+        Program(0, kind).run(made)
 
 
 async def _value(future: Any) -> Any:
@@ -608,7 +629,8 @@ class _Log(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
-        self._world.fail(f"the library has logged: {text}")
+        if not (self._world.current.is_killed or ThreadEnds.__name__ in text):  # else a process was killed
+            self._world.fail(f"the library has logged: {text}")
 
 
 def _hook(args: Any) -> None:

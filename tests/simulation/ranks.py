@@ -479,6 +479,10 @@ class Rank:
         self.slots[number % N_SLOTS] = number
         self._soon(self._latency(), self._signalled)
 
+    def resume(self, number: int) -> None:
+        """Let it begin the next call that has failed one."""
+        self.resumed = number
+
     def _signalled(self) -> None:
         running = self.running
         if running is None or running.is_over or running.plan.is_deaf or running.method == CONSTRUCT:

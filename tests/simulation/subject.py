@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
 
 import numpy as np
 
 import bandmaster as bm
-from simulation import sync, turns
+from simulation import callers, sync, turns, workers
 from simulation import world as worlds
 from simulation.drawn import made_ids, passed_on, width_of
 from simulation.ranks import Raised
@@ -41,34 +42,28 @@ class Subject(bm.Worker):
     @bm.register("REQUEST", concurrency=4)
     async def ask(self, token, ballast=None):
         """A request."""
-        plan = self._begun(token, *([] if ballast is None else [ballast]))
-        await asyncio.sleep(plan.seconds)
-        return self._ended(token, plan)
+        return await self._ran_beside(token, *([] if ballast is None else [ballast]))
 
     @bm.register("ONE_TO_ALL")
     def items(self, token):
         """A call that yields items, as many as its token says."""
-        plan = self._begun(token)
-        for number in range(token % 4):
-            sync.sleep(plan.seconds)
-            yield token, self.rank, number
-        self._ended(token, plan)
+        with self._runs(token) as plan:
+            for number in range(token % 4):
+                sync.sleep(plan.seconds)
+                yield token, self.rank, number
+            self._ended(token, plan)
 
     @bm.register("REQUEST", concurrency=4)
     async def chunk(self, tokens, width):
         """A request for some rows, which all have one token."""
-        plan = self._begun(int(tokens[0]))
-        await asyncio.sleep(plan.seconds)
-        self._ended(int(tokens[0]), plan)
+        await self._ran_beside(int(tokens[0]))
         return np.full((len(tokens), width), tokens[0])
 
     @bm.register("REQUEST", concurrency=4)
     async def score(self, rows, token):
         """A request of a map over rows that ranks keep."""
         token = worlds.world.program.part_of(token, rows)
-        plan = self._begun(token, rows)
-        await asyncio.sleep(plan.seconds)
-        self._ended(token, plan)
+        await self._ran_beside(token, rows)
         return passed_on(rows, token)
 
     @bm.register("REQUEST")
@@ -80,24 +75,68 @@ class Subject(bm.Worker):
         """Nothing."""
 
     def _ran(self, token, *taken):
-        plan = self._begun(token, *taken)
-        sync.sleep(plan.seconds)
-        return self._ended(token, plan)
+        with self._runs(token, *taken) as plan:
+            sync._block(sync._never, plan.seconds, "the end of a method", not plan.is_deaf)
+            return self._ended(token, plan)
 
-    def _begun(self, token, *taken):
-        world = worlds.world
+    async def _ran_beside(self, token, *taken):
+        with self._runs(token, *taken) as plan:
+            await asyncio.sleep(plan.seconds)
+            return self._ended(token, plan)
+
+    @contextmanager
+    def _runs(self, token, *taken):
+        """The block of a call, from whose begin to whose end it runs; its plan."""
+        world, worker = worlds.world, workers.here(worlds.world)
         world.note("begins", self.rank, token)
-        world.program.check_begun(token)
+        if worker is None:
+            world.program.check_begun(token)
+        else:
+            worker.begins(token)
         world.program.check_taken(token, self.rank, taken)
-        return world.program.plan_of(token, self.rank)
+        try:
+            yield world.program.plan_of(token, self.rank)
+        finally:
+            if worker is not None:
+                worker.ends(token)
 
     def _ended(self, token, plan):
-        world = worlds.world
+        world, worker = worlds.world, workers.here(worlds.world)
         world.note("ends", self.rank, token)
         world.ended.setdefault(token, {})[self.rank] = world.now
+        if worker is not None:
+            worker.has_ended(token, plan)
         if plan.how in ("raise", "die"):
             raise Raised(token, self.rank)
         return (token, self.rank, np.full(12_000, token)) if plan.how == "large" else (token, self.rank)
+
+
+class Caller(Subject):
+    """A worker class that was given a group, which it calls."""
+
+    def __init__(self, called):
+        self._called = called
+
+    @bm.register("ONE_TO_ALL")
+    async def call_others(self, token):
+        """A call of all ranks, each of which makes calls beside each other."""
+        with self._runs(token) as plan:
+            await callers.call_beside(self._called, token, self.rank)
+            return self._ended(token, plan)
+
+    @bm.register("ONE_TO_ALL")
+    def call_others_alone(self, token):
+        """A call of all ranks, each of which makes calls one after the other."""
+        with self._runs(token) as plan:
+            callers.call_in_order(self._called, token, self.rank)
+            return self._ended(token, plan)
+
+    @bm.register("REQUEST", concurrency=4)
+    async def ask_others(self, token):
+        """A request that makes calls beside each other."""
+        with self._runs(token) as plan:
+            await callers.call_beside(self._called, token, 0)
+            return self._ended(token, plan)
 
 
 class Taker(Subject):

@@ -241,6 +241,10 @@ class SimpleQueue:
     def get_nowait(self) -> Any:
         return self.get(block=False)
 
+    def empty(self) -> bool:
+        worlds.tick()
+        return not self._items
+
 
 class ThreadPoolExecutor(Executor):
     """As `concurrent.futures.ThreadPoolExecutor`, with one thread."""
@@ -297,10 +301,63 @@ def _never() -> bool:
     return False
 
 
+def main_thread() -> Any:
+    """The main thread of the process."""
+    world = worlds.world
+    if world is None or not world.current.process:
+        return threading.main_thread()
+    return world.processes[world.current.process].main
+
+
+def current_thread() -> Any:
+    """The thread that runs."""
+    main = main_thread()
+    return main if main.ident == get_ident() else threading.current_thread()
+
+
+class PerProcess:
+    """Stands for an object of a module, of which each process has its own.
+
+    Args:
+        make: Makes that of a process.
+    """
+
+    def __init__(self, make: Any) -> None:
+        self.__dict__.update(_make=make, _outside=make())
+
+    def _own(self) -> Any:
+        world = worlds.world
+        if world is None:
+            return self._outside
+        state = world.processes[world.current.process].state
+        if self not in state:
+            state[self] = self._make()
+        return state[self]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._own(), name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._own()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._own()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._own()[key]
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._own()
+
+
 class Threading:
     """Stands for the module `threading`."""
 
     Lock, RLock, Condition, Event, Thread = Lock, RLock, Condition, Event, Thread
+    main_thread, current_thread = staticmethod(main_thread), staticmethod(current_thread)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(threading, name)

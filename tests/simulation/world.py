@@ -13,6 +13,8 @@ whichever thread lets time pass.
 from __future__ import annotations
 
 import _thread
+import asyncio
+import contextvars
 import heapq
 import inspect
 import itertools
@@ -54,11 +56,13 @@ class Task:
         waits: What it waits for, in words.
         process: The process that it belongs to; "" for the controller.
         is_killed: Whether that was killed.
+        signal: What the handler of a signal does that has come; None if none has.
     """
 
     def __init__(self, name: str, process: str = "") -> None:
         self.name, self.process = name, process
         self.is_killed = False
+        self.signal: Callable[[], object] | None = None
         self.gate = _thread.allocate_lock()
         self.gate.acquire()
         self.ready: Callable[[], bool] | None = None
@@ -70,6 +74,24 @@ class Task:
 
     def __repr__(self) -> str:
         return f"<{self.name}{' waits for ' + self.waits if self.ready is not None else ''}>"
+
+
+class Process:
+    """A process of the world.
+
+    Attributes:
+        host: The name of its host.
+        main: Its main thread.
+        parent: The process that has started it.
+        pid: Its number.
+        state: What modules of the library keep for each process, by name.
+        loops: Its event loops.
+    """
+
+    def __init__(self, host: str, main: Task, parent: str = "", pid: int = 1) -> None:
+        self.host, self.main, self.parent, self.pid = host, main, parent, pid
+        self.state: dict[Any, Any] = {}
+        self.loops: list[Any] = []
 
 
 class _Carrier:
@@ -124,6 +146,8 @@ class World:
         self.tasks = [self.main]
         self.is_in_event = False
         self.version = 0  # changes whenever a descriptor may have become ready
+        self.processes = {"": Process("controller", self.main)}
+        self.names: dict[tuple[str, str], Any] = {}  # sockets that listen, by host and name
         self.files: dict[int, Any] = {}
         self.n_ticks = self.n_switches = 0
         self._numbers = itertools.count()
@@ -191,9 +215,11 @@ class World:
         if self.n_ticks > MOST_TICKS or self.now > START + MOST_S:
             self.fail(f"the program does not end: {self.n_ticks:,} switches, {self.now - START:.0f} s")
             self._stop()
+        me = self.current
+        if me.is_killed:
+            raise ThreadEnds
         draw = self.random.random()
         self._left = 1 + int(self.random.expovariate(1.0 / self._switch_every))
-        me = self.current
         if draw < 0.01:  # the machine is busy with something else
             me.ready, me.deadline, me.waits = _never, self.now + 10 ** self.random.uniform(-5.0, -0.7), "a processor"
             me.is_interruptible = False
@@ -209,13 +235,25 @@ class World:
             self._stop()
         me = self.current
         while True:
+            if is_interruptible and me.signal is not None:
+                handler, me.signal = me.signal, None
+                handler()  # raises, or was put off
             me.ready, me.deadline, me.waits, me.is_interruptible = ready, deadline, waits, is_interruptible
             self._pass_on()
             if is_interruptible and self._is_interrupted and me is self.main:
                 self._is_interrupted = False
                 self._press(sys._getframe())  # raises, or was put off
                 continue
+            if is_interruptible and me.signal is not None:
+                continue
             return ready()
+
+    def send_signal(self, process: str, handler: Callable[[], object]) -> None:
+        """Have the main thread of a process call a function the next time that it waits, or now if it does."""
+        main = self.processes[process].main
+        main.signal = handler
+        if main.ready is not None and main.is_interruptible:
+            main.deadline = -math.inf
 
     def _pass_on(self) -> None:
         """Let the next thread run that can, until it is this one's turn again."""
@@ -230,6 +268,7 @@ class World:
                 raise WorldEnded
         me.ready, me.deadline = None, math.inf
         if me.is_killed:
+            self._left = 0  # at its next step again, if this is caught
             raise ThreadEnds
 
     def _stop(self) -> None:
@@ -279,20 +318,33 @@ class World:
         for task in self.tasks:
             if task.process == process:
                 task.is_killed = True
+        for loop in self.processes[process].loops:
+            for pending in asyncio.all_tasks(loop):
+                pending._log_destroy_pending = False  # type: ignore[attr-defined]  # as nobody is told
+        self._left = 0  # a thread that kills its own process ends at its next step
+
+    def start_process(self, process: str, host: str, name: str, target: Callable[[], object], pid: int) -> None:
+        """Start a process, whose main thread calls a function."""
+        task = Task(name, process)
+        self.processes[process] = Process(host, task, self.current.process, pid)
+        self._begin(task, target)
 
     def spawn(self, name: str, target: Callable[[], object], process: str | None = None) -> Task:
         """Start a thread, by default of this one's process."""
-        carrier = _idle.pop() if _idle else _Carrier()
         task = Task(name, self.current.process if process is None else process)
+        self._begin(task, target)
+        return task
+
+    def _begin(self, task: Task, target: Callable[[], object]) -> None:
+        carrier = _idle.pop() if _idle else _Carrier()
         carrier.begin(task, lambda: self._live(task, carrier, target))
         self.tasks.append(task)
         self.tick()
-        return task
 
     def _live(self, task: Task, carrier: _Carrier, target: Callable[[], object]) -> None:
         task.ready, task.deadline = None, math.inf
         try:
-            target()
+            contextvars.Context().run(target)
         except WorldEnded:
             return
         except ThreadEnds:
