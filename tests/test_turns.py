@@ -577,6 +577,34 @@ def test_a_hook_that_takes_too_long_is_waited_for_by_the_next_turn(two_models, g
 
 
 @pytest.mark.backends("local")
+def test_a_thread_waits_for_the_turn_of_a_cancelled_task_which_ends_with_the_hook(two_models, gate):
+    first, second, _ = two_models
+    with first.turn():
+        first.execute_all_sync("set", fails_in="slow on_yield", gate=str(gate))
+
+    async def enter():
+        async with second.turn():
+            pass
+
+    async def enter_and_cancel():
+        task = asyncio.create_task(enter())
+        deadline = time.monotonic() + DEADLINE_S
+        while "in its turn" not in repr(second):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.002)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(enter_and_cancel())
+    with pytest.raises(bm.TurnTimeout):
+        first.turn(timeout=0.05).__enter__()
+    gate.touch()
+    with first.turn(timeout=DEADLINE_S):
+        assert first.run([1]) == [2]
+
+
+@pytest.mark.backends("local")
 def test_a_worker_that_dies_in_a_hook(two_models):
     first, second, _ = two_models
     with first.turn():

@@ -217,8 +217,9 @@ class Turn:
         return any(taker.shares_with_any(self.takers) for taker in other.takers if taker.ownership.is_open)
 
     def _blocks(self, other: Turn) -> bool:
-        """Whether the owner of another turn cannot go on while this one is waited for."""
-        return other.owner == self.owner or (self._blocks_thread and other.owner.thread == self.owner.thread)
+        """Whether the owner of another turn cannot go on while this one is waited for, and has to."""
+        is_in_thread = self._blocks_thread and other.owner.thread == self.owner.thread
+        return other.owner == self.owner or (is_in_thread and other._why is None)  # else it ends without its owner
 
     def _check_not_own(self, other: Turn) -> None:
         """Raise UsageError if the owner of this turn would wait for another one of its own thread or task."""
