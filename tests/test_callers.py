@@ -370,6 +370,19 @@ def test_requests_of_workers_begin_behind_a_call_that_ctrl_c_has_interrupted(age
     assert agents.await_.submit(chat_with_rank_0).result(DEADLINE) == [(0, "aa")] * 2
 
 
+@pytest.mark.parametrize("method", ["submit", "stream"])
+def test_requests_of_workers_begin_behind_a_call_that_ctrl_c_interrupts_at_any_step(own, backend, method):
+    if backend != "local":
+        pytest.skip("the steps of the controller are those of backend local")
+    rollout, agents = own
+    for n in range(1, 1000, 3):
+        was_pressed = pressed(lambda: getattr(rollout.fail_on, method)(0), n)
+        assert agents.await_.submit(chat_with_rank_0).result(DEADLINE) == [(0, "aa")], n
+        if not was_pressed:
+            break
+    assert n > 20
+
+
 def test_values_of_calls_of_all_ranks_are_not_kept_in_the_worker(agents):
     def calls(rollout):
         import gc

@@ -63,7 +63,6 @@ class _OtherCalls(Protocol):
 
     is_given: bool
 
-    def read_in_background(self) -> None: ...
     def first_before(self, call: Any) -> list[Any]: ...
     def send_in_background(self, call: Any) -> None: ...
     def wait_up_to(self, call: Any, deadline: Deadline) -> bool: ...
@@ -90,6 +89,7 @@ class Call(RowsResult):
             counts as ahead of all, if it is not known: as the call is sent, or if Ctrl-C came then.
         real_rows: The rows that each rank was sent, if the call has split a batch.
         is_sent_in_background: Whether it is sent when its rows are there, though no thread waits for it.
+        is_waited_for: Whether the thread that sends it waits for it at once.
 
     Args:
         request: The request.
@@ -110,7 +110,7 @@ class Call(RowsResult):
         self.place = 0
         self.real_rows: RealRows | None = None
         self.record: CallTrace | None = None
-        self.has_ended = self.is_sent_in_background = False
+        self.has_ended = self.is_sent_in_background = self.is_waited_for = False
         self._send, self._work, self._collection = send, work, request.collection
         self._why: BaseException | None = None
         self._has_to_stop = self._was_missed = False
@@ -139,7 +139,7 @@ class Call(RowsResult):
         """Whether it was sent."""
         return self.request is None
 
-    def begin(self, is_waited_for: bool = False) -> None:
+    def begin(self) -> None:
         """Send it. An error is raised, and becomes the call's; ranks that have the call already are interrupted."""
         request = self.request
         if request is None:  # it was cancelled
@@ -150,12 +150,17 @@ class Call(RowsResult):
         except BaseException as error:
             self.fail(error)
             raise
-        if self.is_watched:  # another thread met it as it was sent: before its tickets were there
-            self.read_in_background()
+        finally:
+            if self.is_watched:  # perhaps since before its tickets were there
+                self.read_in_background()
         if self._callbacks:
             self.drive_in_background()
-        if self._work.is_given and not is_waited_for:
-            self._work.read_in_background()
+
+    def is_about_to_be_sent(self, workers: Workers) -> None:
+        """Read it in the background if workers may send requests behind it: from here on, as Ctrl-C may come."""
+        self.workers = workers
+        if self._work.is_given and not self.is_waited_for:
+            self.read_in_background()
 
     def is_being_sent(self, workers: Workers, failures: Failures) -> None:
         """Enter the state SENT. `lock` is held until the tickets are there.

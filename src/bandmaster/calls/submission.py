@@ -28,6 +28,7 @@ from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, alike
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import RealRows
 from bandmaster.plan.transfer import Gather, Only
+from bandmaster.platform.locks import SigintSafeLock
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -155,12 +156,13 @@ class Submitter:
     def submit_anyway(self, request: CallRequest, is_waited_for: bool = False) -> Future[Any]:
         """Send a call as `submit` does, whether or not the gate is open."""
         call = Call(request, self.site(request.method, request.options), self._send, self.work)
+        call.is_waited_for = is_waited_for
         future: Future[Any] = Future(call, request.owner)
         if request.parents or self.work.waiting:
             self.workers()  # raises if the group was closed
             self.work.enqueue(call, is_waited_for)
         else:
-            call.begin(is_waited_for)
+            call.begin()
         return future
 
     def _send(self, call: Call, request: CallRequest) -> None:
@@ -170,6 +172,7 @@ class Submitter:
         orders: Sequence[WorkerCall] = ()
         if not failures:
             orders, call.record, call.real_rows = self._planned(request, workers, call.site)
+        call.is_about_to_be_sent(workers)
         with call.lock:
             if call.request is None:  # it was cancelled meanwhile
                 return
@@ -237,24 +240,25 @@ class Submitter:
         orders, record, real_rows = ([], None, None) if failures else self._planned(whole, workers, site)
         tickets = dict[int, Any]()
         is_sent = False
-        try:
-            if orders:
-                self.work.send_calls(workers, orders, tickets)
-            is_sent = True
-        finally:
-            place = next(iter(tickets.values())).place if tickets else 0
-            for share, call in calls.items():
-                call.real_rows, call.record = real_rows, record
-                call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
-                call.is_being_sent(workers, failures if request.is_for_all else Failures(failures))
-                call.place = place
-                self.work.add(call)
-                if not is_sent:  # Ctrl-C: ranks that fail the call go on when all of them have ended it
-                    call.cancel()
+        with SigintSafeLock():  # Ctrl-C comes when all of them are known
+            try:
+                if orders:
+                    self.work.send_calls(workers, orders, tickets)
+                is_sent = True
+            finally:
+                place = next(iter(tickets.values())).place if tickets else 0
+                for share, call in calls.items():
+                    call.real_rows, call.record = real_rows, record
+                    call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
+                    call.is_being_sent(workers, failures if request.is_for_all else Failures(failures))
+                    call.place = place
+                    self.work.add(call)
+                    if not is_sent:  # ranks that fail the call go on when all of them have ended it
+                        call.cancel()
+                if self.work.is_given:
+                    self.work.read_in_background()
         if orders and record is not None:
             record.is_sent()
-        if self.work.is_given:
-            self.work.read_in_background()
         return [Future(call, request.owner) for call in calls.values()]
 
     def options_but(self, options: CallOptions | None, changes: Mapping[str, Any]) -> CallOptions | None:
