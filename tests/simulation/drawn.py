@@ -11,6 +11,10 @@ import numpy as np
 LATE_S = 1.5  # between the last reply of a call and the return of a thread that waits for it: less than any look around
 
 
+class Raised(Exception):
+    """Raised by a simulated method."""
+
+
 class Kind(NamedTuple):
     """What a program is like.
 

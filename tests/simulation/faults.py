@@ -6,8 +6,9 @@ import random
 from typing import TYPE_CHECKING
 
 import bandmaster as bm
-from simulation.drawn import Sent
+from simulation.drawn import Raised, Sent
 from simulation.ranks import Plan
+from simulation.turns import HOOK
 from simulation.world import START
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ def renew(program: Program, draw: random.Random) -> None:
             group.restart()
         else:
             group.replace(draw.randrange(program.kind.n_ranks))
-    except (bm.UsageError, bm.WorkerDied, bm.CallCancelled, bm.ConstructorError) as error:
+    except (bm.UsageError, bm.WorkerDied, bm.CallCancelled, bm.ConstructorError, bm.RemoteError) as error:
+        is_hooks = isinstance(error.__cause__, Raised) and error.__cause__.args[0] == HOOK
+        program.world.check(type(error) is not bm.RemoteError or is_hooks, "a renewal fails as no hook does", error)
         program.world.note("cannot renew", type(error).__name__)
 
 

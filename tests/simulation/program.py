@@ -21,11 +21,11 @@ from bandmaster.calls import progress as progress_module
 from bandmaster.worker_process.executor import NOT_CONSTRUCTED
 from simulation import callers, faults, maps, rows, sync, turns, waits
 from simulation import world as worlds
-from simulation.drawn import LATE_S, Kind, Sent, share_of
+from simulation.drawn import LATE_S, Kind, Raised, Sent, share_of
 from simulation.hosts import Network
 from simulation.install import Installed, SimulatedZygote
 from simulation.loop import Loop
-from simulation.ranks import Plan, Raised
+from simulation.ranks import Plan
 from simulation.subject import Caller, Subject, Taker
 from simulation.world import START, ThreadEnds, World, WorldEnded
 
@@ -108,6 +108,7 @@ class Program:
                 self.turns = turns.Turns(bm.WorkerGroup(pool, Taker, name="Rival"))
                 with self.group.turn():  # from here on it takes turns, also if it has no hooks
                     pass
+                self.turns.may_fail = True
             if kind.hot:  # not before: what groups remember of classes and meshes is looked up in the order of hashes
                 made.lines.begin(world.is_hot, world.line)
             for number in range(kind.n_threads):
@@ -117,6 +118,8 @@ class Program:
             self._until_done(lambda: self._steps(random.Random(f"main {self.seed}"), "main"))
             world.end()
             sync._block(lambda: not self._n_running, None, "the other threads")
+            if self.turns is not None:
+                self.turns.may_fail = False
             self._finish()
             turns.check_over()
             self._check_leases()  # not in `_finish`, whose variables refer to values
@@ -274,7 +277,10 @@ class Program:
 
     def plan_of_hook(self) -> Plan:
         """What a rank does in a hook."""
-        return Plan(10 ** self.world.random.uniform(-5, -2))
+        fails = self.turns is not None and self.turns.may_fail and self.world.random.random() < self.kind.raising
+        if fails and self.turns is not None:
+            self.turns.are_even = False
+        return Plan(10 ** self.world.random.uniform(-5, -2), "raise" if fails else "value")
 
     def check_ran_on(self, running: Any) -> None:
         """A call that was cancelled does not run on to its end."""
@@ -346,7 +352,7 @@ class Program:
             return
         sent.waited_since = self.world.now
         with self._submitting(sent) as args:
-            value = self._method(sent)(*args)
+            value = self.method_of(sent)(*args)
             self.judge(sent, value)
             self.check_lateness(sent, START)
         self.calls.remove(sent)
@@ -363,7 +369,7 @@ class Program:
         """Submit a call."""
         self.world.note("submits", sent.method, sent.token)
         with self._submitting(sent) as args:
-            sent.future = self._method(sent).submit(*args)
+            sent.future = self.method_of(sent).submit(*args)
 
     @contextmanager
     def _submitting(self, sent: Sent) -> Iterator[tuple[Any, ...]]:
@@ -378,7 +384,8 @@ class Program:
             finally:
                 sent.may_be_lost |= any(parent.may_be_released for parent in sent.parents)
 
-    def _method(self, sent: Sent) -> Any:
+    def method_of(self, sent: Sent) -> Any:
+        """The method of a call, of its group."""
         group = self.turns.rival if sent.is_rivals and self.turns else self.callers if sent.is_callers else self.group
         method = getattr(group, sent.method)
         has_grace = sent.method == "work" and sent.token % 3 == 0
@@ -527,8 +534,10 @@ class Program:
         if sent is None:
             return
         if self.turns is not None:
-            others = self.turns.inside[not sent.is_rivals]
-            self.world.check(not others, "a call begins in the turn of a rival", token, others)
+            blocks = self.turns.inside
+            groups = [*self.turns.had.values(), *(wanted for _, wanted in blocks)]
+            is_its = not blocks or any(sent.is_rivals in each for each in groups)
+            self.world.check(is_its, "a call begins in the turn of a rival", token, blocks)
         for parent in sent.parents:
             is_there = not (parent.hows & {"raise", "die"} or isinstance(parent.outcome, bm.CallCancelled))
             self.world.check(is_there, "a call begins without its rows", token, parent.token)
@@ -629,12 +638,15 @@ class _Log(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
-        if not (self._world.current.is_killed or ThreadEnds.__name__ in text):  # else a process was killed
+        is_left = record.name == "asyncio" and "never retrieved" in text  # by a loop of a process that was killed
+        if not (self._world.current.is_killed or ThreadEnds.__name__ in text or (is_left and self._world.has_killed)):
             self._world.fail(f"the library has logged: {text}")
 
 
 def _hook(args: Any) -> None:
     world = worlds.world
+    if world is not None and world.has_killed:
+        return  # perhaps it is of what a killed process has left
     if world is not None:
         world.fail(f"an exception was lost: {args.exc_value!r} in {args.object!r}")
     else:

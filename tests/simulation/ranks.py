@@ -47,7 +47,7 @@ from bandmaster.worker import Report
 from bandmaster.worker_process.executor import END, NOT_CONSTRUCTED, Executor
 from bandmaster.worker_process.loop import claimed, reply
 from simulation import turns
-from simulation.drawn import made_ids, passed_on, width_of
+from simulation.drawn import Raised, made_ids, passed_on, width_of
 from simulation.net import Socket
 from simulation.world import World
 
@@ -68,10 +68,6 @@ class Plan(NamedTuple):
     how: str = "value"
     is_deaf: bool = False
     is_busy: bool = False
-
-
-class Raised(Exception):
-    """Raised by a simulated method."""
 
 
 class RankSocket(Socket):
@@ -332,8 +328,10 @@ class Rank:
         turns.check_hook(program, self, running.method, self.is_resident)
         running.plan = program.plan_of_hook()
         self.world.note(running.method, self.group.name, self.rank)
-        self.is_resident = running.method == "on_resume"
-        self._soon(running.plan.seconds + self._latency(), self._end, running, None)
+        value = Raised(turns.HOOK, self.rank) if running.plan.how == "raise" else None
+        if value is None:
+            self.is_resident = running.method == "on_resume"
+        self._soon(running.plan.seconds + self._latency(), self._end, running, value)
 
     def _run_items(self, running: Running, args: Any, kwargs: Any) -> None:
         """Begin a generator, make its next item, or close it."""

@@ -10,8 +10,7 @@ import numpy as np
 import bandmaster as bm
 from simulation import callers, sync, turns, workers
 from simulation import world as worlds
-from simulation.drawn import made_ids, passed_on, width_of
-from simulation.ranks import Raised
+from simulation.drawn import Raised, made_ids, passed_on, width_of
 
 
 class Subject(bm.Worker):
@@ -155,5 +154,8 @@ class Taker(Subject):
     def _hook(self, method):
         program = worlds.world.program
         turns.check_hook(program, self, method, self.is_resident)
-        sync.sleep(program.plan_of_hook().seconds)
+        plan = program.plan_of_hook()
+        sync.sleep(plan.seconds)
+        if plan.how == "raise":
+            raise Raised(turns.HOOK, self.rank)
         self.is_resident = method == "on_resume"

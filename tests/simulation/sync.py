@@ -269,6 +269,8 @@ class ThreadPoolExecutor(Executor):
             if not self._jobs:
                 return
             future, function, args, kwargs = self._jobs.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 result = function(*args, **kwargs)
             except Exception as error:

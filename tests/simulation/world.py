@@ -144,7 +144,7 @@ class World:
         self.main = self.current = Task("main")
         self.main.ident = threading.get_ident()
         self.tasks = [self.main]
-        self.is_in_event = False
+        self.is_in_event = self.has_killed = False
         self.version = 0  # changes whenever a descriptor may have become ready
         self.processes = {"": Process("controller", self.main)}
         self.names: dict[tuple[str, str], Any] = {}  # sockets that listen, by host and name
@@ -313,6 +313,7 @@ class World:
     def kill(self, process: str) -> None:
         """Kill a process other than the controller."""
         self.note("killed", process)
+        self.has_killed = True
         for file in [file for file in self.files.values() if file.process == process]:
             file.close()
         for task in self.tasks:
