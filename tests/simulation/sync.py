@@ -332,9 +332,7 @@ class PerProcess:
         if world is None:
             return self._outside
         state = world.processes[world.current.process].state
-        if self not in state:
-            state[self] = self._make()
-        return state[self]
+        return state[self] if self in state else state.setdefault(self, self._make())  # as threads may make two
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own(), name)
