@@ -356,9 +356,7 @@ def test_requests_of_workers_begin_behind_a_failed_call_that_nobody_waits_for(ag
     assert isinstance(failed.exception(DEADLINE), bm.RemoteError)
 
 
-def test_requests_of_workers_begin_behind_a_call_that_ctrl_c_has_interrupted(
-    agents, rollout, tmp_path, is_in_process
-):
+def test_requests_of_workers_begin_behind_a_call_that_ctrl_c_has_interrupted(agents, rollout, tmp_path, is_in_process):
     if is_in_process:
         pytest.skip("ranks run one after the other, in the thread that calls")
 

@@ -31,6 +31,7 @@ from bandmaster.worker_process import call_path
 from simulation import sync
 from simulation import world as worlds
 from simulation.net import HUP, IN, OUT, File, Named
+from simulation.world import Process, Task
 
 KEEP_ALIVE_S = 9.0  # after which both ends of a connection learn that the other host does not answer
 
@@ -365,6 +366,8 @@ class SimulatedHosts(MachineBackend):
             server.run(60.0)
             world.kill(world.current.process)
 
-        world.start_process(process, host, f"agent of {host}", live, AGENTS_PID + number)
+        # An agent serves in a thread that is not the main one, where signal handlers run.
+        world.processes[process] = Process(host, Task("main", process), world.current.process, AGENTS_PID + number)
+        world.spawn(f"agent of {host}", live, process=process)
         sync._block(lambda: bool(made), math.inf, "an agent")
         return made[0].address

@@ -31,7 +31,7 @@ from simulation.world import START, ThreadEnds, World, WorldEnded
 
 LONG_S = 4.0
 QUICK = Plan()
-_LOGGERS = "bandmaster", "asyncio"
+_LOGGERS = "bandmaster", "asyncio", "concurrent.futures"
 logging.getLogger("asyncio").addHandler(logging.NullHandler())  # tasks of killed processes end between programs
 SETTLED_S = 60.0  # in which threads end, and leases, once all is closed
 
