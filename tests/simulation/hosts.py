@@ -10,6 +10,7 @@ their next step, and their sockets are closed.
 
 from __future__ import annotations
 
+import _signal
 import errno
 import itertools
 import math
@@ -295,15 +296,17 @@ def agents_door() -> str | None:
 
 def handler(number: int) -> Any:
     """The handler of a signal in the process."""
-    if _world() is None or not _world().current.process:
-        return signal.getsignal(number)
+    world = worlds.world
+    if world is None or not world.current.process:
+        return _signal.getsignal(number)  # the C function, as in `bandmaster.platform.locks`
     return _process().state.get(number, signal.default_int_handler)
 
 
 def set_handler(number: int, new: Any) -> Any:
     """Have another handler of a signal in the process; returns that before."""
-    if _world() is None or not _world().current.process:
-        return signal.signal(number, new)
+    world = worlds.world
+    if world is None or not world.current.process:
+        return _signal.signal(number, new)
     before, _process().state[number] = handler(number), new
     return before
 
