@@ -577,6 +577,22 @@ async def submitted(method, *arguments):
 
 
 @pytest.mark.backends("inprocess")
+def test_a_map_that_is_dropped_ends_though_ctrl_c_has_come_as_it_was_closed(backend, tmp_path):
+    with bm.ResourcePool([1], backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Rows)
+        for n in range(1, 1000):
+            mapped = group.hold.map([0, 1], str(tmp_path / "never"), maxsize=2)
+            was_pressed = pressed(mapped.close, n)
+            del mapped
+            end = time.monotonic() + DEADLINE
+            while n_inside := group.n_inside().result(DEADLINE):
+                assert time.monotonic() < end, f"{n_inside} run on"
+            if not was_pressed:
+                break
+        assert n > 5
+
+
+@pytest.mark.backends("inprocess")
 @pytest.mark.parametrize("is_map", [False, True])
 def test_requests_end_though_ctrl_c_comes_as_they_are_cancelled(backend, tmp_path, is_map):
     with bm.ResourcePool([1], backend=backend) as pool:

@@ -42,7 +42,11 @@ class Closing:
     def close(self) -> None:
         """Cancel what is not made yet; generators run their ``finally`` blocks. Closing twice is fine."""
         self._is_open = False
-        self._end()
+        try:
+            self._end()
+        except BaseException:  # Ctrl-C: the end of the last reference closes it
+            self._is_open = True
+            raise
 
     def __enter__(self) -> Self:
         return self
