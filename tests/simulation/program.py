@@ -609,6 +609,7 @@ class Program:
         world = self.world
         self.group = self.turns = self.callers = None
         self.calls.clear()
+        gc.collect()  # maps that Ctrl-C has left, which the frames of its traceback refer to
         with suppress(WorldEnded):
             sync._block(lambda: len(world.tasks) == 1, SETTLED_S, "the end of threads")
         world.check(len(world.tasks) == 1, "threads are left", world.tasks)
