@@ -11,7 +11,7 @@
                │ virtual time passes when no thread can run
                ▼
              ranks: read messages, run methods, reply, fail, hang, die, as the seed says (`simulation.ranks`)
-               │
+               │    where workers call others, processes with the library's own loop  (`simulation.workers`)
                ▼
              history ──► checks: each call ends once, by its own value; order; leases    (`simulation.program`)
 
