@@ -61,8 +61,6 @@ class Failures(dict[int, Failure]):
 class _OtherCalls(Protocol):
     """The interface to the other calls of the same workers that a call uses; see `bandmaster.calls.open_work`."""
 
-    is_given: bool
-
     def first_before(self, call: Any) -> list[Any]: ...
     def send_in_background(self, call: Any) -> None: ...
     def wait_up_to(self, call: Any, deadline: Deadline) -> bool: ...
@@ -155,12 +153,6 @@ class Call(RowsResult):
                 self.read_in_background()
         if self._callbacks:
             self.drive_in_background()
-
-    def is_about_to_be_sent(self, workers: Workers) -> None:
-        """Read it in the background if workers may send requests behind it: from here on, as Ctrl-C may come."""
-        self.workers = workers
-        if self._work.is_given and not self.is_waited_for:
-            self.read_in_background()
 
     def is_being_sent(self, workers: Workers, failures: Failures) -> None:
         """Enter the state SENT. `lock` is held until the tickets are there.
