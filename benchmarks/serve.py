@@ -1,8 +1,9 @@
 """How many chat requests a second does the endpoint answer, beside vLLM's own server with the same model?
 
-One replica of a tiny model and one server of vLLM's stand side by side. Rounds go to them in turn: so many clients,
-each with one request at a time, from a process of their own that sends HTTP by aiohttp. The tiny model makes the
-engine as fast as it can be, and so the servers' part as large. Needs vLLM: `make bench-engines`.
+`python -m bandmaster.serve` with one replica of a tiny model and a server of vLLM's stand side by side. Rounds go to
+them in turn: so many clients, each with one request at a time, from a process of their own that sends HTTP by aiohttp.
+The tiny model makes the engine as fast as it can be, and so the servers' part as large. Needs vLLM: `make
+bench-engines`.
 """
 
 from __future__ import annotations
@@ -27,10 +28,6 @@ import aiohttp
 from harness import machine
 from harness.rows import as_text, figure
 
-import bandmaster as bm
-from bandmaster import rl
-from bandmaster.serve import Endpoint
-
 TESTS = Path(__file__).parents[1] / "tests" / "vllm"
 N_CLIENTS, N_REQUESTS, N_TOKENS = 300, 600, 16
 PORT = 8947
@@ -38,23 +35,34 @@ START_S = 300
 
 
 @contextlib.contextmanager
-def vllm_server(path: str, options: dict[str, Any]) -> Iterator[str]:
-    """vLLM's own server, as a base URL."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path, "--port", str(PORT)]
-    command += ["--host", "127.0.0.1", "--served-model-name", "tiny", "--disable-uvicorn-access-log"]
-    for name, value in options.items():
-        command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+def server(module: str, port: int, options: Sequence[str]) -> Iterator[str]:
+    """A server of a model in a process of its own, as a base URL."""
+    command = [sys.executable, "-m", module, *options, "--port", str(port), "--host", "127.0.0.1"]
     environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
     with tempfile.TemporaryFile() as output, subprocess.Popen(command, env=environment, stderr=output) as process:
         try:
             deadline = time.monotonic() + START_S
-            while not _is_there(f"http://127.0.0.1:{PORT}/health"):
-                assert process.poll() is None and time.monotonic() < deadline, "vLLM's server has not begun"
+            while not _is_there(f"http://127.0.0.1:{port}/health"):
+                assert process.poll() is None and time.monotonic() < deadline, f"{module} has not begun"
                 time.sleep(0.5)
-            yield f"http://127.0.0.1:{PORT}/v1"
+            yield f"http://127.0.0.1:{port}/v1"
         finally:
             process.terminate()
             process.wait(60)
+
+
+def endpoint(path: str, options: dict[str, Any]) -> contextlib.AbstractContextManager[str]:
+    """The endpoint, as a program."""
+    engine = [one for name, value in options.items() for one in ("--engine", f"{name}={json.dumps(value)}")]
+    return server("bandmaster.serve", PORT, [path, "--served-model-name", "tiny", *engine])
+
+
+def vllm_server(path: str, options: dict[str, Any]) -> contextlib.AbstractContextManager[str]:
+    """vLLM's own server."""
+    given = [(f"--{name.replace('_', '-')}", value) for name, value in options.items()]
+    engine = [one for name, value in given for one in ([name] if value is True else [name, str(value)])]
+    names = ["--model", path, "--served-model-name", "tiny", "--disable-uvicorn-access-log"]
+    return server("vllm.entrypoints.openai.api_server", PORT + 1, [*names, *engine])
 
 
 def _is_there(url: str) -> bool:
@@ -169,14 +177,10 @@ def main() -> None:
     n_rounds, n, n_clients = (1, 20, 10) if options.smoke else (options.rounds, options.requests, N_CLIENTS)
     facts = {**machine.facts(), "vllm-cpu": version("vllm-cpu"), "torch": version("torch")}
     print("\n".join(f"{name:18} {fact}" for name, fact in facts.items()))
-    with tempfile.TemporaryDirectory() as folder, bm.ResourcePool([1]) as pool:
+    with tempfile.TemporaryDirectory() as folder:
         path = chat_model.make(Path(folder))
-        with (
-            bm.WorkerGroup(pool, rl.VLLM, path, **engine) as group,
-            Endpoint(group, model="tiny") as endpoint,
-            vllm_server(path, engine) as theirs,
-        ):
-            print(as_text(compared(endpoint.url, theirs, n_clients, n, n_rounds)), flush=True)
+        with endpoint(path, engine) as ours, vllm_server(path, engine) as theirs:
+            print(as_text(compared(ours, theirs, n_clients, n, n_rounds)), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,12 @@ import gc
 import pickle
 import subprocess
 import sys
+import types
 import weakref
 from fractions import Fraction
+from typing import NamedTuple
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -485,6 +488,48 @@ def test_code_keeps_the_name_of_its_file_for_tracebacks_and_debuggers():
 def test_importable_values_are_sent_by_name():
     assert sent(Fraction) is Fraction
     assert sent(Point(3)) == Point(3)
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object = None
+
+
+class Noted(Pair):  # has a dict, and so may refer to more than its items
+    pass
+
+
+@pytest.mark.parametrize("second", [None, "a", b"b", bytes(9 * N), [{"c": 1.5}], np.arange(N)], ids=type)
+def test_named_tuples_are_sent_by_name(second):
+    value = {"pairs": [Pair(1, second), Pair(Pair(2), second)]}
+    received = sent(value)
+    (first, last), (_, kept) = received["pairs"], value["pairs"]
+    assert type(first) is type(last) is type(last.first) is Pair
+    assert first.second is last.second and np.array_equal(first.second, kept.second)
+    assert (first.first, last.first) == (1, (2, None))
+
+
+def test_named_tuples_may_hold_what_only_cloudpickle_can_pickle():
+    class Local(NamedTuple):
+        x: int
+
+    noted = Noted(1)
+    noted.function = lambda: 4
+    pair, local, received = sent([Pair(lambda: 3, Local), Local(5), noted])
+    assert (pair.first(), pair.second(6).x, local.x, received.function()) == (3, 6, 5, 4)
+
+
+def test_named_tuples_of_a_module_that_is_registered_are_sent_whole():
+    module = types.ModuleType("only_here")
+    exec("from typing import NamedTuple\nclass Pair(NamedTuple):\n    x: int", vars(module))
+    sys.modules["only_here"] = module
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        payload = encode([module.Pair(3)])
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+        del sys.modules["only_here"]
+    assert decode(payload)[0].x == 3
 
 
 def test_what_cannot_be_pickled_says_so():

@@ -161,7 +161,7 @@ _MAY_HOLD_BYTES = _BYTES | _CONTAINERS
 class _Contents(Enum):
     """The kind of objects in a value, which decides which pickler encodes it."""
 
-    PLAIN = 0  # numbers, strings and None: `pickle.dumps`
+    PLAIN = 0  # numbers, strings, small bytes and None: `pickle.dumps`
     BARE = 1  # also arrays and tensors: the C pickler with a dispatch table, which gives the same result as `_Encoder`
     ANY = 2  # perhaps anything: `_Encoder`, which is slower
 
@@ -172,19 +172,28 @@ def _contents(value: Any) -> _Contents:
     found = [value]  # grows during the loop
     for item in found:
         kind = type(item)
-        if kind in _PLAIN:
+        if kind in _PLAIN or (kind is bytes and len(item) < OUT_OF_BAND_NBYTES):
             continue
         if kind in _bare:
             if not _bare[kind](item):
                 return _Contents.ANY
             contents = _Contents.BARE
-        elif kind in _CONTAINERS and len(found) + len(item) <= MAX_ITEMS:
+        elif (kind in _CONTAINERS or _is_named_tuple(kind)) and len(found) + len(item) <= MAX_ITEMS:
             found += item
             if kind is dict:
                 found += item.values()
         else:
             return _Contents.ANY
     return contents
+
+
+def _is_named_tuple(kind: type) -> bool:
+    """Whether values of this type have their items alone, and cloudpickle would pickle the type by its name."""
+    if not (issubclass(kind, tuple) and hasattr(kind, "_fields") and kind.__reduce_ex__ is object.__reduce_ex__):
+        return False
+    is_there = getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
+    is_by_name = is_there and kind.__module__ != "__main__" and not cloudpickle.list_registry_pickle_by_value()
+    return is_by_name and kind.__dictoffset__ == 0
 
 
 def _large_bytes(value: Any) -> list[bytes | bytearray]:

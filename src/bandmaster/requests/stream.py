@@ -116,7 +116,7 @@ class RequestStream(Closing, Generic[T]):
 
     def __init__(self, run: GeneratorRequest, most: int, group: object) -> None:
         self._run, self._most, self._group = run, most, group
-        self._items: deque[Payload] = deque()
+        self._items: deque[Payload | bytes] = deque()
         self._n_taken = 0
         self._lock = threading.Lock()
         super().__init__(run.site.method, run.workers, run.cancel)
@@ -168,9 +168,9 @@ class RequestStream(Closing, Generic[T]):
             self._waits_for = RequestFuture(self._run, self._group) if is_last else None
             self._items.extend(items)
 
-    def _value(self, item: Payload) -> T:
+    def _value(self, item: Payload | bytes) -> T:
         try:
-            value: T = decode(item)
+            value: T = decode(Payload(item) if isinstance(item, bytes) else item)
         except BaseException as error:  # the user's objects may raise anything as they are unpickled
             rank = self._run.replicas[0].ranks[0]
             raise error_of(self._run.site, {rank: Failure.unreadable(error)}) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 from collections.abc import Sequence
@@ -68,7 +69,10 @@ def async_llm(options: dict[str, Any]) -> Any:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**_with_weights(options)))
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**_with_weights(options)))
+    gc.collect()
+    gc.freeze()  # else collections among all that vLLM imports hold up its requests, for 0.4 s at a time
+    return engine
 
 
 def llm_of_ranks(worker: Worker, replica: Replica, options: dict[str, Any]) -> Any:
