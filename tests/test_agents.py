@@ -37,9 +37,8 @@ from bandmaster.testing.simulated_hosts import SimulatedHosts
 from bandmaster.wire.messages import Closed
 
 register_backend("three-hosts", lambda: SimulatedHosts(3))
-register_backend("hosts", SimulatedHosts)
-register_backend("encrypted", SimulatedHosts)
-register_backend("shared-hosts", SimulatedHosts)
+for name in ("hosts", "hosts-to-lose", "hosts-in-a-tree", "encrypted"):
+    register_backend(name, SimulatedHosts)
 
 
 @pytest.fixture(scope="class")
@@ -86,9 +85,24 @@ class Maker(bm.Worker):
         return words[0]
 
 
+@pytest.fixture(scope="module")
+def kept_hosts():
+    """Keep the hosts for the tests that do not harm them: to start them takes two seconds of a processor."""
+    with bm.ResourcePool([1, 1, 1], backend="hosts") as pool:
+        bm.WorkerGroup(pool, Maker)
+        yield
+
+
 @pytest.fixture
-def group():
+def group(kept_hosts):
     with bm.ResourcePool([2, 1, 2], backend="hosts") as pool:
+        yield bm.WorkerGroup(pool, Maker)
+
+
+@pytest.fixture
+def group_to_lose():
+    """A group on hosts of its own."""
+    with bm.ResourcePool([2, 1, 2], backend="hosts-to-lose") as pool:
         yield bm.WorkerGroup(pool, Maker)
 
 
@@ -96,8 +110,8 @@ N = 20_000  # rows: enough that no host sends them inside of a message
 ROWS = {"x": np.random.default_rng(0).random((N, 4)), "i": np.arange(N)}
 
 
-def agents():
-    return get_backend("hosts")._links.agents
+def agents(backend="hosts"):
+    return get_backend(backend)._links.agents
 
 
 def test_ranks_of_a_host_are_called_together(group):
@@ -115,12 +129,12 @@ def test_a_group_that_ctrl_c_interrupts_as_it_has_started_or_ends_holds_no_agent
             sys.setprofile(None)
             signal.raise_signal(signal.SIGINT)
 
-    with bm.ResourcePool([2], backend="hosts") as pool:
+    with bm.ResourcePool([2], backend="hosts-to-lose") as pool:
         with contextlib.suppress(KeyboardInterrupt):
             sys.setprofile(press)
             bm.WorkerGroup(pool, Maker).close()
         assert sys.getprofile() is None, "Ctrl-C was pressed"
-        assert [list(agent.groups) for agent in agents().values()] == [[]]
+        assert [list(agent.groups) for agent in agents("hosts-to-lose").values()] == [[]]
         with bm.WorkerGroup(pool, Maker) as group:
             assert len(group.process()) == 2
 
@@ -235,8 +249,8 @@ def test_any_rows_can_be_taken_on_any_host(shared, data):
 
 
 @pytest.fixture(scope="module")
-def shared():
-    with bm.ResourcePool([2, 1, 2], backend="shared-hosts") as pool:
+def shared(kept_hosts):
+    with bm.ResourcePool([2, 1, 2], backend="hosts") as pool:
         group = bm.WorkerGroup(pool, Maker)
         made = group.make.submit(ROWS)
         made.exception()
@@ -267,11 +281,11 @@ def test_a_result_is_not_waited_for_longer_than_its_timeout_while_a_host_sends_n
     assert (some.result()["i"] == ROWS["i"][N // 2 :]).all()
 
 
-def test_a_host_that_is_slow_to_answer_is_asked_again_for_rows(group, monkeypatch):
+def test_a_host_that_is_slow_to_answer_is_asked_again_for_rows(group_to_lose, monkeypatch):
     monkeypatch.setattr("bandmaster.hosts.link.HANDSHAKE_TIMEOUT_S", 0.5)
     monkeypatch.setattr("bandmaster.hosts.handshake.HANDSHAKE_TIMEOUT_S", 0.5)
-    pids = group.process()
-    made = group.make.submit(ROWS)
+    pids = group_to_lose.process()
+    made = group_to_lose.make.submit(ROWS)
     made.exception()
     os.kill(pids[2], signal.SIGSTOP)
     threading.Timer(0.8, os.kill, [pids[2], signal.SIGCONT]).start()
@@ -313,40 +327,40 @@ def test_an_agent_without_descriptors_accepts_connections_when_it_has_some(group
 # --- hosts that are lost ---
 
 
-def test_a_host_that_is_lost_is_named_with_its_ranks(group):
-    pids = group.process()
-    made = group.make.submit(ROWS)
+def test_a_host_that_is_lost_is_named_with_its_ranks(group_to_lose):
+    pids = group_to_lose.process()
+    made = group_to_lose.make.submit(ROWS)
     made.exception()
     began = time.monotonic()
     os.kill(pids[2], signal.SIGKILL)
     with pytest.raises(bm.WorkerDied, match=r"rank 2 .*host1.* is lost"):
         while time.monotonic() < began + 30:
-            group.process()
-    assert not group.healthy
+            group_to_lose.process()
+    assert not group_to_lose.healthy
     with pytest.raises(bm.RowsLost, match=r"rank 2 has left on host .* make them again"):
         made.result()
-    group.restart()
-    assert len(set(group.process())) == 3
+    group_to_lose.restart()
+    assert len(set(group_to_lose.process())) == 3
 
 
-def test_a_host_that_gives_no_sign_of_life_is_lost(group, monkeypatch):
+def test_a_host_that_gives_no_sign_of_life_is_lost(group_to_lose, monkeypatch):
     monkeypatch.setenv("BANDMASTER_HOST_TIMEOUT", "3")
-    pids = group.process()
+    pids = group_to_lose.process()
     os.kill(pids[2], signal.SIGSTOP)
     while psutil.Process(pids[2]).status() != psutil.STATUS_STOPPED:
         pass
     try:
         began = idle_time()
         with pytest.raises(bm.WorkerDied, match=r"rank 2 .*no sign of life"):
-            group.process()
+            group_to_lose.process()
         assert idle_time() - began < 5
     finally:
         os.kill(pids[2], signal.SIGKILL)
 
 
-def test_rows_are_waited_for_as_long_as_a_host_may_be_silent(group, monkeypatch):
+def test_rows_are_waited_for_as_long_as_a_host_may_be_silent(group_to_lose, monkeypatch):
     monkeypatch.setenv("BANDMASTER_HOST_TIMEOUT", "2")
-    pids, makes = group.process(), [group.make.submit(ROWS) for _ in range(2)]
+    pids, makes = group_to_lose.process(), [group_to_lose.make.submit(ROWS) for _ in range(2)]
     assert [made.exception() for made in makes] == [None, None]
     makes[0].result()  # from here on, there is a connection
     os.kill(pids[2], signal.SIGSTOP)
@@ -407,24 +421,30 @@ class Odd(Maker):
         return rows * 2
 
 
-@pytest.fixture
-def tree(monkeypatch):
-    """Seven hosts, three of which pass calls on to the others."""
-    monkeypatch.setenv("BANDMASTER_TREE_FROM", "4")
-    monkeypatch.setenv(
-        "BANDMASTER_HOST_TIMEOUT", "60"
-    )  # an agent here gives no sign of life while it imports the class
-    with bm.ResourcePool([2, 1, 2, 1, 2, 1, 2], backend="hosts") as pool:
-        yield bm.WorkerGroup(pool, Odd)
+@contextlib.contextmanager
+def group_in_a_tree(backend):
+    """A group on seven hosts, three of which pass calls on to the others."""
+    with bm.ResourcePool([2, 1, 2, 1, 2, 1, 2], backend=backend) as pool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("BANDMASTER_TREE_FROM", "4")
+            patch.setenv("BANDMASTER_HOST_TIMEOUT", "60")  # an agent gives no sign of life while it imports the class
+            group = bm.WorkerGroup(pool, Odd)
+        yield group
+
+
+@pytest.fixture(scope="module")
+def tree():
+    with group_in_a_tree("hosts-in-a-tree") as group:
+        yield group
 
 
 def test_agents_of_many_hosts_pass_calls_on(tree):
-    sent = {agent.host: agent.link._n_sent for agent in agents().values()}
+    sent = {agent.host: agent.link._n_sent for agent in agents("hosts-in-a-tree").values()}
     large = np.arange(100_000)
     for _ in range(3):
         assert [rank for _, rank in tree.echo("x")] == list(range(11))
     assert all((value == large).all() for value, _ in tree.echo(large))
-    asked = {agent.host for agent in agents().values() if agent.link._n_sent - sent[agent.host] >= 4}
+    asked = {agent.host for agent in agents("hosts-in-a-tree").values() if agent.link._n_sent - sent[agent.host] >= 4}
     assert len(asked) == 3
     assert tree.double(large).tolist() == (large * 2).tolist()
     assert tree.double(np.arange(3)).tolist() == [0, 2, 4]
@@ -451,14 +471,15 @@ def test_the_rank_that_fails_among_many_hosts_is_named(tree):
     assert tree.fail_on(99) == list(range(11))
 
 
-def test_the_loss_of_a_host_that_passes_calls_on_ends_calls_and_is_named(tree):
-    pids = dict(zip(range(11), tree.process(), strict=True))
-    os.kill(pids[0], signal.SIGKILL)  # the host of ranks 0 and 1
-    with pytest.raises(bm.WorkerDied, match=r"rank 0 .*host0.* is lost"):
-        while True:
-            tree.process()
-    tree.restart()
-    assert len(set(tree.process())) == 7
+def test_the_loss_of_a_host_that_passes_calls_on_ends_calls_and_is_named():
+    with group_in_a_tree("hosts-to-lose") as group:
+        pids = dict(zip(range(11), group.process(), strict=True))
+        os.kill(pids[0], signal.SIGKILL)  # the host of ranks 0 and 1
+        with pytest.raises(bm.WorkerDied, match=r"rank 0 .*host0.* is lost"):
+            while True:
+                group.process()
+        group.restart()
+        assert len(set(group.process())) == 7
 
 
 # --- who may connect ---
@@ -538,15 +559,15 @@ def test_a_frame_that_is_not_authentic_ends_the_connection(group, tmp_path):
     assert len(group.process()) == 5
 
 
-def test_nothing_that_is_unpickled_can_be_changed_on_the_way(group, monkeypatch):
+def test_nothing_that_is_unpickled_can_be_changed_on_the_way(group_to_lose, monkeypatch):
     words = [f"harmless {n}" for n in range(20_000)]  # more than a frame has in its head
-    assert group.first(words) == ["harmless 0"] * 5
+    assert group_to_lose.first(words) == ["harmless 0"] * 5
     send = Link._sent
     monkeypatch.setattr(
         Link, "_sent", lambda link, views: send(link, [bytes(view).replace(b"harmless", b"exploits") for view in views])
     )
     with pytest.raises(bm.WorkerDied):
-        group.first(words)
+        group_to_lose.first(words)
 
 
 def test_silent_strangers_are_closed_and_hold_nobody_up(group):
