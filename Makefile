@@ -25,8 +25,7 @@ test-fast: $(VENV)/.dev
 
 test-all: test  ## and the slow rest: tutorials, examples, benchmarks, soak, random programs, several hosts, verl's own tests
 	$(PYTEST) -m slow $(TEST_OPTIONS)
-	PYTHONPATH=tests $(BIN)/python -m fuzz
-	PYTHONPATH=tests $(BIN)/python -m simulation $(if $(CI),--seed 1)
+	$(MAKE) --no-print-directory --jobs=2 --output-sync fuzz simulate $(if $(CI),SIMULATION_OPTIONS="--seed 1")
 	$(MAKE) --no-print-directory --jobs=2 test-hosts-fast test-verl-fast
 
 lint: $(VENV)/.dev

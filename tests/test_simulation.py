@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from mutants.mutants import MUTANTS
 
 TESTS = Path(__file__).parent
 
@@ -29,6 +30,13 @@ def test_a_seed_repeats_a_program_in_another_process():
     second = run(*options, PYTHONHASHSEED="2")
     assert first[0] == 0, first[1]
     assert first[1].splitlines()[:4] == second[1].splitlines()[:4]
+
+
+def test_every_mutant_changes_one_place_of_the_library():
+    room = TESTS.parent / "src" / "bandmaster"
+    wrong = {one.name: n for one in MUTANTS if (n := (room / one.file).read_text().count(one.old)) != 1}
+    assert not wrong, "places that there are for each, in place of one"
+    assert len({one.name for one in MUTANTS}) == len(MUTANTS)
 
 
 @pytest.mark.slow

@@ -483,10 +483,16 @@ MUTANTS = [
     Mutant(
         "host-queue-stays",
         "hosts/ranks.py",
-        "            for number in meant & queued.calls.keys():\n"
-        "                self._fail(number, queued.calls[number].call.ranks, why)\n",
-        "            pass\n",
+        "                self._fail(number, [rank for rank in call.ranks if is_meant(rank, number)], why)\n",
+        "",
         "Calls that are cancelled as they wait for rows on a host are never answered.",
+    ),
+    Mutant(
+        "host-queue-outlives",
+        "hosts/agent.py",
+        "                those.forget(rank)\n",
+        "                pass\n",
+        "Requests that wait for rows on a host reach the worker that replaces theirs.",
     ),
     Mutant(
         "host-order",
