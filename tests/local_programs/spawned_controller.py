@@ -3,6 +3,7 @@
 import multiprocessing
 import sys
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
@@ -11,6 +12,11 @@ from bandmaster import Dispatch, register
 @dataclass
 class Row:
     n: int
+
+
+class Pair(NamedTuple):
+    first: int
+    second: int
 
 
 class OutOfRows(Exception):
@@ -28,11 +34,17 @@ class Rows(bm.Worker):
             raise OutOfRows(self.rank)
         return [Row(double(row.n)) for row in rows]
 
+    @register(Dispatch.ONE_TO_ALL)
+    def swapped(self, pair):
+        assert type(pair).__name__ == "Pair"
+        return pair._replace(first=pair.second, second=pair.first)
+
 
 def control(backend):
     with bm.ResourcePool([2], backend=backend) as pool:
         group = bm.WorkerGroup(pool, Rows)
         assert group.doubled([Row(1), Row(2)]) == [Row(2), Row(4)]
+        assert group.swapped(Pair(1, 2)) == [Pair(2, 1)] * 2
         try:
             group.doubled([Row(1)])
         except bm.RemoteError as error:

@@ -189,11 +189,13 @@ def _contents(value: Any) -> _Contents:
 
 def _is_named_tuple(kind: type) -> bool:
     """Whether values of this type have their items alone, and cloudpickle would pickle the type by its name."""
-    if not (issubclass(kind, tuple) and hasattr(kind, "_fields") and kind.__reduce_ex__ is object.__reduce_ex__):
+    if not (issubclass(kind, tuple) and hasattr(kind, "_fields") and kind.__dictoffset__ == 0):
         return False
+    is_reduced_as_usual = kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
     is_there = getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
-    is_by_name = is_there and kind.__module__ != "__main__" and not cloudpickle.list_registry_pickle_by_value()
-    return is_by_name and kind.__dictoffset__ == 0
+    is_of_main = kind.__module__ in ("__main__", "__mp_main__")  # the second in a spawned process
+    is_by_name = is_there and not is_of_main and not cloudpickle.list_registry_pickle_by_value()
+    return is_reduced_as_usual and is_by_name
 
 
 def _large_bytes(value: Any) -> list[bytes | bytearray]:
