@@ -37,9 +37,9 @@ MUTANTS = [
     Mutant(
         "met-as-sent",
         "calls/call.py",
-        "        if self.is_watched:  # another thread met it as it was sent: before its tickets were there\n"
-        "            self.read_in_background()\n",
-        "",
+        "            if self.is_watched:  # perhaps since before its tickets were there\n"
+        "                self.read_in_background()\n",
+        "            pass\n",
         "A call that another thread meets as it is sent is not told of (mended in 5718b1e).",
     ),
     Mutant(
