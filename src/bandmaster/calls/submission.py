@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -241,27 +242,29 @@ class Submitter:
         whole = replace(request, ranks=ranks, collection=Collection(Gather(), collected))
         orders, record, real_rows = ([], None, None) if failures else self._planned(whole, workers, site)
         tickets = dict[int, Any]()
-        is_sent = False
-        with SigintSafeLock():  # Ctrl-C comes when all of them are known
-            try:
-                if orders:
-                    self.work.send_calls(workers, orders, tickets)
-                is_sent = True
-            finally:
-                place = next(iter(tickets.values())).place if tickets else 0
-                for share, call in calls.items():
-                    call.real_rows, call.record = real_rows, record
-                    call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
-                    call.is_being_sent(workers, failures if request.is_for_all else Failures(failures))
-                    call.place = place
-                    self.work.add(call)
-                    if not is_sent:  # ranks that fail the call go on when all of them have ended it
-                        call.cancel()
-                if self.work.is_given:
-                    self.work.read_in_background()
-        if orders and record is not None:
-            record.is_sent()
-        return [Future(call, request.owner) for call in calls.values()]
+        try:
+            # Ctrl-C comes when all of them are known; but where methods run meanwhile, it is for these.
+            with SigintSafeLock() if workers.arrivals is not None else nullcontext():
+                try:
+                    if orders:
+                        self.work.send_calls(workers, orders, tickets)
+                finally:
+                    place = next(iter(tickets.values())).place if tickets else 0
+                    for share, call in calls.items():
+                        call.real_rows, call.record = real_rows, record
+                        call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
+                        call.is_being_sent(workers, failures if request.is_for_all else Failures(failures))
+                        call.place = place
+                        self.work.add(call)
+                    if self.work.is_given:
+                        self.work.read_in_background()
+            if orders and record is not None:
+                record.is_sent()
+            return [Future(call, request.owner) for call in calls.values()]
+        except BaseException:  # nobody gets the futures, and ranks that fail the calls go on when all have ended them
+            for call in calls.values():
+                call.cancel()
+            raise
 
     def options_but(self, options: CallOptions | None, changes: Mapping[str, Any]) -> CallOptions | None:
         """The options of a call with some changed, as `CallOptions.but` does; None stands for those of the group."""
