@@ -576,6 +576,13 @@ async def submitted(method, *arguments):
     return method.submit(*arguments)
 
 
+def check_that_none_runs_on(group):
+    """Wait until no request of `hold` runs on the only rank."""
+    end = time.monotonic() + DEADLINE
+    while n_inside := group.n_inside().result(DEADLINE):
+        assert time.monotonic() < end, f"{n_inside} run on"
+
+
 @pytest.mark.backends("inprocess")
 def test_a_map_that_is_dropped_ends_though_ctrl_c_has_come_as_it_was_closed(backend, tmp_path):
     with bm.ResourcePool([1], backend=backend) as pool:
@@ -584,9 +591,7 @@ def test_a_map_that_is_dropped_ends_though_ctrl_c_has_come_as_it_was_closed(back
             mapped = group.hold.map([0, 1], str(tmp_path / "never"), maxsize=2)
             was_pressed = pressed(mapped.close, n)
             del mapped
-            end = time.monotonic() + DEADLINE
-            while n_inside := group.n_inside().result(DEADLINE):
-                assert time.monotonic() < end, f"{n_inside} run on"
+            check_that_none_runs_on(group)
             if not was_pressed:
                 break
         assert n > 5
@@ -612,9 +617,7 @@ def test_requests_end_though_ctrl_c_comes_as_they_are_cancelled(backend, tmp_pat
             for one in (ends, *held):
                 one.exception(timeout=DEADLINE)
             group.hold(0, str(gate)).result(DEADLINE)  # it waits for a place behind those that were not cancelled
-            end = time.monotonic() + DEADLINE
-            while n_inside := group.n_inside().result(DEADLINE):
-                assert time.monotonic() < end, f"{n_inside} run on"
+            check_that_none_runs_on(group)
             if not was_pressed:
                 break
         assert n > 5
