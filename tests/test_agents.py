@@ -29,9 +29,11 @@ from hypothesis import strategies as st
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.backends import get_backend, register_backend
+from bandmaster.callers.reached import FarPlace, FarRanks, ReachedWorkers
 from bandmaster.codec import Payload
 from bandmaster.hosts.handshake import MAGIC, Refused, Secret, greet, welcome
 from bandmaster.hosts.link import FOR_MESSAGES, FOR_ROWS, FrameKind, Link
+from bandmaster.hosts.links import AgentLinks
 from bandmaster.testing import BackendContract
 from bandmaster.testing.simulated_hosts import SimulatedHosts
 from bandmaster.wire.messages import Closed
@@ -593,6 +595,26 @@ def test_with_encryption_nothing_can_be_read_or_said_without_it(monkeypatch):
             sock.sendall(MAGIC + bytes(32))
             assert is_closed(sock)
         assert len(group.process()) == 2
+
+
+def test_a_worker_whose_link_turns_out_to_have_ended_as_it_finds_a_group_connects_anew(group):
+    workers = get_backend("hosts")._links
+    owner = ReachedWorkers("no door", "key", 5, "group")
+    links, agent = AgentLinks(), next(iter(agents().values()))
+
+    def ranks_of(name):
+        place = FarPlace(agent.address, agent.host, name, agent.pid, workers.secret)
+        with links.lock:
+            return FarRanks.at(place, links, owner, 5)
+
+    try:
+        before = ranks_of("of another group").agents[0]
+        before.link._socket.shutdown(socket.SHUT_RDWR)  # nothing that is received has told of the end
+        ranks = ranks_of("of this one")
+        assert before.lost is not None and ranks.agents[0].lost is None
+    finally:
+        links.close()
+        owner.close("it is over")
 
 
 # --- links ---

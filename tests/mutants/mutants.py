@@ -28,6 +28,7 @@ TESTS = {  # what tests the room of a mutant, the quickest first; "on hosts:" ha
     "wire": ("test_lane", "test_wire", "test_cancel", "test_wire_faults", "test_requests", "faults/test_calls"),
     "flow": ("test_map", "test_streams"),
     "requests": ("test_map", "test_requests", "test_request_streams", "test_cancel", "test_callers"),
+    "callers": ("test_callers", "test_agents"),
     "hosts": ("test_agents", "test_hosts", "on hosts:test_contract", "on hosts:test_handles", "on hosts:test_requests"),
     "watching": ("test_stalls", "test_stall_shapes", "test_stall_policies"),
     "rl": ("test_shared_weights", "test_engine_weights", "test_weights"),
@@ -651,6 +652,13 @@ MUTANTS = [
         "        self._loans = {**self._loans, sync: lent}\n",
         "        self._loans = {sync: lent}\n",
         "A second loan ends the first one, which is still read.",
+    ),
+    Mutant(
+        "ended-link",
+        "callers/reached.py",
+        "            if agent.lost is None:\n                return ranks\n",
+        "            return ranks\n",
+        "A worker reaches the ranks of a group by a link that has ended as it found them.",
     ),
     Mutant(
         "version-of-lost",

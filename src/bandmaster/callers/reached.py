@@ -320,14 +320,18 @@ class FarRanks(AgentWorkers):
         Raises:
             Refused, OSError: The agent there cannot be reached.
         """
-        agent = links.agents.get(place.address)
-        if agent is None:
-            assert place.secret is not None, "the door has told it"
-            link = connect(place.address, place.secret, FOR_CALLERS)
-            agent = Agent(link, place.address, place.host, place.address, 0)
-            links.add(agent)
-        known = agent.groups.get(place.group)
-        return known if isinstance(known, cls) else cls(place, links, agent, owner, n_ranks)
+        for _ in range(2):  # as a link may turn out to have ended
+            agent = links.agents.get(place.address)
+            if agent is None:
+                assert place.secret is not None, "the door has told it"
+                link = connect(place.address, place.secret, FOR_CALLERS)
+                agent = Agent(link, place.address, place.host, place.address, 0)
+                links.add(agent)
+            known = agent.groups.get(place.group)
+            ranks = known if isinstance(known, cls) else cls(place, links, agent, owner, n_ranks)
+            if agent.lost is None:
+                return ranks
+        raise ConnectionError("its agent hangs up")
 
     def _finish(self, ticket: MessageTicket, outcome: Any) -> None:
         if type(outcome) is Failure and (outcome.summary == CLOSED or isinstance(outcome.exception, ClosedError)):
