@@ -42,7 +42,7 @@ def cut(program: Program, draw: random.Random) -> None:
         process = draw.choice(processes)
         if draw.random() < 0.3:
             network.gone.add(process)
-            program.world.kill(process)
+            program.world.zygote.kill_agent(process)  # type: ignore[attr-defined]
         else:
             seconds = draw.choice([0.1, 1.0, 30.0])
             program.world.note("cut off", process, seconds)

@@ -367,7 +367,7 @@ class SimulatedHosts(MachineBackend):
                 world.processes[process].state["door"] = Door(PassedCalls(server)).address
             made.append(server)
             server.run(60.0)
-            world.kill(world.current.process)
+            world.zygote.kill_agent(process)
 
         # An agent serves in a thread that is not the main one, where signal handlers run.
         world.processes[process] = Process(host, Task("main", process), world.current.process, AGENTS_PID + number)

@@ -157,6 +157,13 @@ class SimulatedZygote:
         for pid in pids:
             self.ranks[pid].end("killed by SIGKILL")
 
+    def kill_agent(self, agent: str) -> None:
+        """Kill an agent; its ranks end a little later."""
+        self.world.kill(agent)
+        for rank in self.ranks.values():
+            if rank.agent == agent:
+                self.world.after(10 ** self.world.random.uniform(-5, -1), rank.end, "killed by SIGKILL")
+
 
 class SimulatedBackend(MachineBackend):
     """Backend whose workers are simulated ranks, behind the true client of workers on this host."""

@@ -605,13 +605,15 @@ class Program:
             self.world.check(not rank.streams or self.kind.n_interrupts, "generators are left", rank, rank.streams)
 
     def _settle(self) -> None:
-        """Wait until the threads of the library have ended, and check that nothing is left."""
+        """Wait until ranks and the threads of the library have ended, and check that nothing is left."""
         world = self.world
+        ranks = world.zygote.ranks.values()  # type: ignore[attr-defined]
         self.group = self.turns = self.callers = None
         self.calls.clear()
         gc.collect()  # maps that Ctrl-C has left, which the frames of its traceback refer to
         with suppress(WorldEnded):
-            sync._block(lambda: len(world.tasks) == 1, SETTLED_S, "the end of threads")
+            is_over = lambda: len(world.tasks) == 1 and not any(rank.is_alive for rank in ranks)  # noqa: E731
+            sync._block(is_over, SETTLED_S, "the end of threads")
         world.check(len(world.tasks) == 1, "threads are left", world.tasks)
         gc.collect()
         world.check(not world.files, "descriptors are left", world.files)

@@ -123,6 +123,7 @@ class Rank:
 
     Attributes:
         pid: Its process, a number that no true process has.
+        agent: The process that has started it; "" for the controller.
         failed: The number of the failed call at whose fence it waits; 0 for none.
         is_alive: Whether its process has not ended.
         streams: The token of each generator that has begun, and the number of its next item.
@@ -131,6 +132,7 @@ class Rank:
     def __init__(self, world: World, group: Any, rank: int, pid: int, taken: Socket, context: Any) -> None:
         self.world, self.group, self.rank, self.pid = world, group, rank, pid
         self._socket = RankSocket(taken)
+        self._socket.process = f"rank {pid}"
         self._socket.on_arrival = self._has_news
         self._lane = Lane(self._socket, SegmentWriter(kept_name(pid)))  # type: ignore[arg-type]
         self._executor = Executor(hold=nullcontext)
@@ -141,7 +143,7 @@ class Rank:
         self.requests: dict[int, Running] = {}
         self.failed = self.resumed = 0
         self.failed_token: Any = None  # of the call that it has failed last
-        self.process = world.current.process
+        self.agent = world.current.process
         self.slots: dict[int, int] = {}
         self.last_number = 0
         self.version = 0
@@ -167,7 +169,7 @@ class Rank:
     def is_cut_off(self) -> bool:
         """Whether its host is cut off, or its agent was killed."""
         network = self.world.network  # type: ignore[attr-defined]
-        return self.process in network.cut or self.process in network.gone
+        return self.agent in network.cut or self.agent in network.gone
 
     # --- events ---
 

@@ -48,6 +48,7 @@ class Worker:
     Attributes:
         pid: Its number.
         process: The name of its process in the world.
+        agent: That which has started it; "" for the controller.
         is_alive: Whether it has not ended.
         died: How it has ended.
         running: The calls and requests that run, by token, and since when.
@@ -65,7 +66,7 @@ class Worker:
         self.open: set[Any] = set()
         self.failed: Any = None
         self.places: dict[str, int] = {}
-        self.process = f"worker {pid}"
+        self.process, self.agent = f"worker {pid}", world.current.process
         self._page = Page()
         self._context = context
         self._socket = taken.moved()
