@@ -1,6 +1,9 @@
 """``group.cancel()``: which calls it ends, what their futures say, and that the group goes on."""
 
+import asyncio
 import os
+import signal
+import threading
 import time
 
 import pytest
@@ -43,6 +46,30 @@ class Slow(bm.Worker):
                 time.sleep(0.001)
         finally:
             (folder / f"{self.rank} interrupted").touch()
+
+
+class Ends(bm.Worker):
+    def __init__(self):
+        self.next_begins = self.has_ended = False
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def stays(self, begun, interrupts=False):
+        """Wait to be cancelled, or press Ctrl-C; then end slowly, but at once if the next call begins."""
+        try:
+            begun.touch()
+            if interrupts:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            await asyncio.sleep(60)
+        finally:
+            until = time.monotonic() + 0.3
+            while not self.next_begins and time.monotonic() < until:
+                await asyncio.sleep(0.001)
+            self.has_ended = True
+
+    @register(Dispatch.ONE_TO_ALL)
+    def looks(self):
+        self.next_begins = True
+        return self.has_ended
 
 
 class Other(Slow):
@@ -93,6 +120,21 @@ def test_ranks_are_interrupted_though_nobody_waits_for_the_call(slow, tmp_path):
     wait_for_both("interrupted")
     with pytest.raises(bm.CallCancelled):
         future.result(timeout=20)
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_a_cancelled_coroutine_has_ended_when_the_next_call_begins(make_group, backend, tmp_path):
+    group, begun = make_group(1, Ends), tmp_path / "begun"
+    if backend == "inprocess":
+        with pytest.raises(KeyboardInterrupt):
+            group.stays(begun, interrupts=True)
+    else:
+        future, until = group.stays.submit(begun), time.monotonic() + 20
+        while not begun.exists():
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert future.cancel()
+    assert group.looks() == [True]
 
 
 @pytest.mark.backends("local")

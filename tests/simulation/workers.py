@@ -104,10 +104,7 @@ class Worker:
         program.check_begun(token, self)
         if sent is None or sent.method == "items":  # which runs while it makes an item
             return
-        known = [program.by_token[one] for one in self.running if one in program.by_token]
-        # Coroutines of calls that were cancelled end in later rounds of the event loop, beside what follows them.
-        is_ending = [one.method == "call_others" and (one.may_be_cancelled or program.is_renewed) for one in known]
-        beside = [one for one, ends in zip(known, is_ending, strict=True) if not ends]
+        beside = [program.by_token[one] for one in self.running if one in program.by_token]
         if sent.runs_beside:
             world.check(
                 all(one.runs_beside for one in beside),

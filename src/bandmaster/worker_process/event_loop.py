@@ -122,6 +122,13 @@ class EventLoopThread:
         loop.default_exception_handler(context)
 
 
+async def ended(coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Wait until a coroutine that was started on this event loop has ended."""
+    for task in asyncio.all_tasks():
+        if task.get_coro() is coroutine:
+            await asyncio.wait([task])
+
+
 def _died(what: str, error: BaseException) -> str:
     return f"  {what} has died, and nobody has seen why:\n{''.join(traceback.format_exception(error)).rstrip()}"
 

@@ -43,7 +43,7 @@ from bandmaster.wire.segment_reader import NO_ROWS, RowReaders
 from bandmaster.wire.status_page import RUNNING, SINCE, ActivityWords, Interrupted
 from bandmaster.worker import Report, Worker, WorkerContext, load_class, make_worker
 from bandmaster.worker_process.call_path import PATH, RunningCall, earlier, here, running
-from bandmaster.worker_process.event_loop import EventLoopThread
+from bandmaster.worker_process.event_loop import EventLoopThread, ended
 from bandmaster.worker_process.kept_rows import with_rows
 
 END = object()  # in place of an item: the generator has none any more
@@ -323,7 +323,7 @@ class Executor:
     # --- async methods ---
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine on the worker's event loop, and wait for its value."""
+        """Run a coroutine on the worker's event loop, and wait for its value, or for its end if it is cancelled."""
         future, call = None, RunningCall()
         try:
             running.set(call)  # the coroutine has it, and tasks that it makes
@@ -336,6 +336,7 @@ class Executor:
                 coroutine.close()
             else:
                 future.cancel()
+                loop.start(ended(coroutine)).result()
             raise
         finally:
             call.is_over = True
