@@ -387,6 +387,23 @@ def test_requests_of_workers_begin_behind_a_call_that_ctrl_c_interrupts_at_any_s
     assert n > 20
 
 
+def test_a_call_that_ctrl_c_interrupts_twice_as_it_is_sent_is_not_watched_for_ever(own, backend):
+    if backend != "local":
+        pytest.skip("the steps of the controller are those of backend local")
+    rollout, _ = own
+    for n in range(1, 200):
+        for again in range(6, 16):
+            was_pressed = pressed(lambda: rollout.load.submit(0), n, again)
+        if not was_pressed:
+            break
+    assert n > 20
+    rollout.close()
+    until = time.monotonic() + DEADLINE
+    while any(thread.name == "bandmaster-progress" for thread in threading.enumerate()):
+        assert time.monotonic() < until, "a call is watched"
+        time.sleep(0.01)
+
+
 def test_values_of_calls_of_all_ranks_are_not_kept_in_the_worker(agents):
     def calls(rollout):
         import gc

@@ -173,14 +173,13 @@ class Submitter:
         orders: Sequence[WorkerCall] = ()
         if not failures:
             orders, call.record, call.real_rows = self._planned(request, workers, call.site)
-        if self.work.is_given and not call.is_waited_for:  # workers may send requests behind it
-            call.workers = workers
-            call.read_in_background()  # from here on, as Ctrl-C may come
         with call.lock:
             if call.request is None:  # it was cancelled meanwhile
                 return
             try:
                 call.is_being_sent(workers, failures)
+                if self.work.is_given and not call.is_waited_for:  # workers may send requests behind it
+                    call.read_in_background()  # from here on, as Ctrl-C may come
                 if orders:
                     self.work.add(call)
                     self.work.send_calls(workers, orders, call.tickets)
