@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 
 import bandmaster as bm
 from bandmaster import Broadcast, Dispatch, Only, Route, TransferProtocol, register
+from bandmaster.requests.map import MapFeed
+from bandmaster.requests.router import Router
 
 DEADLINE = 30.0  # of whatever must end
 LARGE = 30_000  # columns of rows that stay where they are made
@@ -225,6 +227,36 @@ def test_the_whole_of_chunks_is_a_handle(group):
     both = again.join(rows.select("wide"))
     assert both.result()["sum"].tolist() == [6.0 * row * LARGE for row in range(7)]
     assert rows.result()["wide"][:, 0].tolist() == [3.0 * row for row in range(7)], "what a request changes is its own"
+
+
+@in_parallel
+def test_a_request_takes_rows_of_a_map_as_that_ends(make_group, monkeypatch):
+    group, made = make_group(1, Rows), []
+    flushes, waits = threading.Event(), threading.Event()
+
+    def flush(router, real=Router.flush):
+        if threading.current_thread().name == "bandmaster-progress" and made and made[0].done():
+            flushes.set()  # the thread of callbacks sends what a map has left, which has failed
+            waits.wait(DEADLINE)
+        real(router)
+
+    def wait(mapped, timeout_s, real=MapFeed.wait):
+        if timeout_s is None:
+            waits.set()  # a request is sent, and asks for the rows
+        return real(mapped, timeout_s)
+
+    def ask():
+        flushes.wait(0.5)
+        with pytest.raises(bm.RemoteError, match="row 5"):
+            group.sums(made[0]).result(DEADLINE)
+
+    monkeypatch.setattr(Router, "flush", flush)
+    monkeypatch.setattr(MapFeed, "wait", wait)
+    made.append(group.fail_on.map(np.arange(6), bad=5, chunk=2, in_flight=1).future)
+    asks = threading.Thread(target=ask, daemon=True)
+    asks.start()
+    asks.join(DEADLINE)
+    assert not asks.is_alive()
 
 
 def test_chunks_without_rows_do_not_determine_the_dtype(group):

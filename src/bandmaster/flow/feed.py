@@ -215,7 +215,9 @@ class Feed(Result):
         A part that was not sent is sent by the next call; after Ctrl-C the caller ends the feed.
         """
         with self.lock:
-            if self._is_sending:  # by this thread: a part was done as soon as it was sent
+            # By this thread: a part was done as soon as it was sent. And once it is over, others may wait for `lock` as
+            # they send requests that take its rows.
+            if self._is_sending or self.done is not None:
                 return
             self._is_sending = True
             try:

@@ -262,10 +262,13 @@ class MapFeed(Feed):
         return found
 
     def _late(self) -> Sequence[Future[Any]]:
-        """The futures of the requests whose deadlines are over; they are cancelled, unless a rank is in a debugger."""
+        """The futures of the requests whose deadlines are over; they are cancelled, unless a rank is in a debugger.
+
+        There are none once it is over, as all requests are cancelled then.
+        """
         found: list[Future[Any]] = []
         timeout_s, now = self._timeout_s, time.monotonic()
-        if timeout_s is None:
+        if timeout_s is None or self.is_ended:
             return found
         for request in [request for request, (_, since) in self._open.items() if since + timeout_s <= now]:
             future, _ = self._open.pop(request)
