@@ -219,6 +219,7 @@ def _sent(fd: int) -> int:
     if fd < FIRST:
         return os.dup(fd)
     moved: Socket = _file(fd).moved()
+    moved.process = ""  # until it is received: it outlives the process that has sent it
     return moved.fd
 
 
