@@ -305,8 +305,9 @@ def handler(number: int) -> Any:
 def set_handler(number: int, new: Any) -> Any:
     """Have another handler of a signal in the process; returns that before."""
     world = worlds.world
-    if world is None or not world.current.process:
+    if world is None or world.current is world.main:
         return _signal.signal(number, new)
+    # Also in threads that the coroutines of a killed process start as they are collected, which may have its idents.
     before, _process().state[number] = handler(number), new
     return before
 
