@@ -422,6 +422,11 @@ class Odd(Maker):
     def double(self, rows):
         return rows * 2
 
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def items(self, sizes):
+        for size in sizes:
+            yield np.full(size, self.rank)
+
 
 @contextlib.contextmanager
 def group_in_a_tree(backend):
@@ -457,6 +462,15 @@ def test_calls_that_are_passed_on_keep_their_order(tree):
     for n, future in enumerate(futures):
         found = future.result(60)
         assert found[0][0] == n if n % 3 else found.tolist() == [2 * n] * 5
+
+
+def test_items_of_any_of_many_hosts_come_in_their_order(tree):
+    sizes = [1, 30_000, 1, 2, 2, 5_000, 30_000, 3] * 2
+    streams = [tree.items.options(replica=rank, maxsize=5).stream(sizes) for rank in range(11)]
+    for size in sizes:
+        found = [next(stream).tolist() for stream in streams]
+        assert found == [[rank] * size for rank in range(11)]
+    assert [list(stream) for stream in streams] == [[]] * 11
 
 
 def test_rows_are_taken_on_any_of_many_hosts(tree):

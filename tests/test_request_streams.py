@@ -12,7 +12,7 @@ import pytest
 
 import bandmaster as bm
 from bandmaster import Dispatch, Only, Route, TransferProtocol, register
-from bandmaster.requests.stream import ItemsRequest
+from bandmaster.requests.stream import GeneratorRequest
 from bandmaster.wire.status_page import Activity
 
 DEADLINE = 20.0  # of whatever must end
@@ -53,6 +53,12 @@ class Speaker(bm.Worker):
         for _ in range(n):
             yield array
             array += 1
+
+    @register(Dispatch.REQUEST, concurrency=PLACES)
+    async def sized(self, sizes):
+        for number, size in enumerate(sizes):
+            yield np.full(size, number)
+        raise ValueError("x" * sizes[-1])
 
     @register(Dispatch.REQUEST, concurrency=PLACES)
     async def bad(self, what):
@@ -157,6 +163,16 @@ def test_items_are_copies_as_they_were_when_they_were_made(group, size):
     assert found[1].max() == 1
 
 
+@pytest.mark.parametrize("maxsize", [1, 3, 100])
+def test_small_and_large_items_and_errors_come_in_their_order(group, maxsize):
+    sizes, found = [1, 30_000, 2, 2, 100_000, 0, 5_000, 30_000, 1] * 3, []
+    with pytest.raises(bm.RemoteError):
+        found.extend(group.sized.options(maxsize=maxsize).stream([*sizes, 100_000]))
+    assert [(len(item), set(item.tolist())) for item in found] == [
+        (size, {number} if size else set()) for number, size in enumerate([*sizes, 100_000])
+    ]
+
+
 def test_ranks_of_a_replica_run_the_generators_in_one_order(make_group):
     group = make_group(bm.Mesh(dp=2, tp=2), Sharded)
 
@@ -200,7 +216,7 @@ def test_what_a_stream_has_read_needs_no_garbage_collection(group):
     gc.disable()
     try:
         list(group.count.stream(3))
-        assert not [one for one in gc.get_objects() if isinstance(one, ItemsRequest)]
+        assert not [one for one in gc.get_objects() if isinstance(one, GeneratorRequest)]
     finally:
         gc.enable()
 

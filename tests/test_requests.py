@@ -76,6 +76,14 @@ class Rollout(bm.Worker):
         array += 1
         return array
 
+    @register(Dispatch.REQUEST, concurrency=64)
+    async def count(self, n):
+        """Return the same array each time, with the number of the request in it."""
+        if len(getattr(self, "counted", ())) != n:
+            self.counted = np.zeros(n)
+        self.counted += 1
+        return self.counted
+
     @register(Dispatch.REQUEST, concurrency=2)
     async def fail(self, word):
         raise ValueError(word)
@@ -312,6 +320,15 @@ def test_values_are_copies(group, n):
     assert first is future.result(DEADLINE) and first.shape == (n,) and (first == 1).all()
     first += 1  # the caller's own
     assert (group.change(np.ones(n)).result(DEADLINE) == 2).all()
+
+
+@pytest.mark.parametrize("n", [10, 100_000])
+def test_values_are_as_they_were_when_the_method_returned(group, n):
+    async def main():
+        return await asyncio.gather(*[group.count.options(replica=0)(n) for _ in range(20)])
+
+    values = [array.tolist() for array in asyncio.run(main())]
+    assert sorted(values) == [[k] * n for k in range(1, 21)]
 
 
 def test_many_large_values_at_a_time(group):

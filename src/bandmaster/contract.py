@@ -45,8 +45,7 @@ NEXT = "bandmaster.next"  # the next item of a stream, by the stream's name; no 
 CLOSE_STREAM = "bandmaster.close"  # close the generator of a stream, by the stream's name
 STREAM, METHOD = "bandmaster.stream", "bandmaster.method"  # the keywords that `OPEN_STREAM` adds
 OPEN_ITEMS = "bandmaster.items"  # a request that runs an async generator, whose name and stream are added as above
-FIRST_ITEMS = "bandmaster.first"  # a request for the items that are there: by stream, and how many may be made
-MORE_ITEMS = "bandmaster.more"  # the same; it overtakes calls, which wait for the request that runs the generator
+MORE_ITEMS = "bandmaster.more"  # by stream, how many may be made; overtakes calls, which wait for the generator
 MAXSIZE = "bandmaster.maxsize"  # the keyword that `OPEN_ITEMS` adds as well: how many items may be made
 # Before the name of a method: a request that runs there waits for this one, so that it overtakes calls as well.
 CALLS_BACK = "bandmaster.back:"
@@ -251,6 +250,10 @@ class Rows(NamedTuple):
     payload: Payload
     facts: RowFacts
 
+    def private(self) -> Rows:
+        """The value with buffers in new memory."""
+        return Rows(self.payload.private(), self.facts)
+
 
 class Kept(Protocol):
     """The rows that one rank has kept, on the controller's side.
@@ -357,18 +360,20 @@ class Ticket:
         is_done: Whether it has its reply; False where only `Workers.wait` tells.
         is_dropped: Whether the rank never gets it.
         on_done: If it is set, the thread that receives the reply calls it; it must not block.
+        on_item: The same, called with each item, a payload or a failure, of a request that runs an async generator.
         place: Its place among the messages of the same workers; 0 where calls are sent in the order of `Workers.call`.
         times: The times of the worker, packed as `TIMES`, and when the reply was received; None but for calls that are
             timed, once they are done.
     """
 
-    __slots__ = ("is_done", "is_dropped", "on_done", "outcome", "times")
+    __slots__ = ("is_done", "is_dropped", "on_done", "on_item", "outcome", "times")
 
     place = 0
 
     def __init__(self, outcome: Any = None, is_done: bool = False) -> None:
         self.outcome, self.is_done, self.is_dropped = outcome, is_done, False
         self.on_done: Callable[[], object] | None = None
+        self.on_item: Callable[[Any], object] | None = None
         self.times: tuple[bytes, int] | None = None
 
 

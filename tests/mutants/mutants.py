@@ -27,6 +27,7 @@ TESTS = {  # what tests the room of a mutant, the quickest first; "on hosts:" ha
     "calls": ("test_cancel", "test_waiting", "test_timeouts", "test_handles", "test_group", "faults/test_calls"),
     "wire": ("test_lane", "test_wire", "test_cancel", "test_wire_faults", "test_requests", "faults/test_calls"),
     "flow": ("test_map", "test_streams"),
+    "answering": ("test_request_streams", "test_requests"),
     "requests": ("test_map", "test_requests", "test_request_streams", "test_cancel", "test_callers"),
     "callers": ("test_callers", "test_agents"),
     "hosts": ("test_agents", "test_hosts", "on hosts:test_contract", "on hosts:test_handles", "on hosts:test_requests"),
@@ -124,8 +125,8 @@ MUTANTS = [
     Mutant(
         "several-swapped",
         "wire/client.py",
-        "(ticket := requests.pop(number, None)) is not None",
-        "(ticket := requests.pop(next(iter(requests), 0), None)) is not None",
+        "(ticket := requests.get(number)) is not None",
+        "(ticket := requests.get(next(iter(requests), 0))) is not None",
         "A reply to a request goes to the first open request of its rank.",
     ),
     Mutant(
@@ -659,6 +660,27 @@ MUTANTS = [
         "            if agent.lost is None:\n                return ranks\n",
         "            return ranks\n",
         "A worker reaches the ranks of a group by a link that has ended as it found them.",
+    ),
+    Mutant(
+        "items-out-of-order",
+        "answering/requests.py",
+        "            self._queue()  # first: items come in their order\n",
+        "",
+        "A large item of a stream overtakes the small ones that were made before.",
+    ),
+    Mutant(
+        "no-more-items",
+        "requests/stream.py",
+        "<= self._most // 2",
+        "< 0",
+        "The reader of a stream never lets its generator make more items.",
+    ),
+    Mutant(
+        "items-kept-by-host",
+        "hosts/ranks.py",
+        "        return bool(self._done or self._items or self._unsent) or not is_told\n",
+        "        return bool(self._done or self._unsent) or not is_told\n",
+        "An agent sends the items of a stream only with something else.",
     ),
     Mutant(
         "version-of-lost",

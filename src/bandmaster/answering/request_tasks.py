@@ -8,9 +8,9 @@ from functools import partial
 from time import monotonic, monotonic_ns
 from typing import Any, NamedTuple
 
-from bandmaster.answering.item_stream import OWN_METHODS, ItemStream
+from bandmaster.answering.item_stream import OWN_METHODS
 from bandmaster.codec import Payload
-from bandmaster.contract import CALLS_BACK, FIRST_ITEMS, MORE_ITEMS, TIMES, Reply, Rows
+from bandmaster.contract import CALLS_BACK, MORE_ITEMS, OPEN_ITEMS, TIMES, Reply, Rows
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.wire.segment_reader import NO_ROWS, RowReaders
 from bandmaster.wire.status_page import N_TASKS
@@ -49,16 +49,22 @@ class RequestTasks:
     Args:
         executor: Has the worker.
         ended: Called on the event loop with each request that has ended, its outcome, and its times or None.
+        made: Called there with each request that has made an item, and the item.
     """
 
-    def __init__(self, executor: Executor, ended: Callable[[ReceivedRequest, Outcome, bytes | None], object]) -> None:
-        self._executor, self._ended = executor, ended
+    def __init__(
+        self,
+        executor: Executor,
+        ended: Callable[[ReceivedRequest, Outcome, bytes | None], object],
+        made: Callable[[ReceivedRequest, Payload], object],
+    ) -> None:
+        self._executor, self._ended, self._made = executor, ended, made
         executor.own_methods.update(OWN_METHODS)
         self._loop = executor.event_loop()
         self._n_started = self._n_ended = 0  # each is counted by one thread
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._running: dict[int, tuple[ReceivedRequest, float]] = {}  # and since when
-        self._taking: dict[int, tuple[ReceivedRequest, float]] = {}  # those for items, which are not shown
+        self._allowing: dict[int, tuple[ReceivedRequest, float]] = {}  # those that allow items, which are not shown
         self._cancelled: set[int] = set()
 
     @property
@@ -84,7 +90,7 @@ class RequestTasks:
                 continue
             if request.method.startswith(CALLS_BACK):
                 request = request._replace(method=request.method.removeprefix(CALLS_BACK))
-            known = self._taking if request.method in (FIRST_ITEMS, MORE_ITEMS) else self._running
+            known = self._allowing if request.method == MORE_ITEMS else self._running
             known[request.number] = request, monotonic()
             # Were it made by `create_task`, the loop would count it, and look how it ends: as much work as the rest.
             self._tasks[request.number] = asyncio.Task(self._run(request), loop=loop)
@@ -108,12 +114,12 @@ class RequestTasks:
                 raise request.parts
             args, kwargs, value = executor.begun(method, request.parts, request.rows)
             decoded = ran = monotonic_ns() if begun else 0
-            if isinstance(value, ItemStream):
+            if method == OPEN_ITEMS:
                 call.request = value.method
                 self._running[request.number] = request._replace(method=value.method), monotonic()
                 self._show()
-                encode = partial(executor.encoded, reply=Reply.RETURN)
-                value = value.run(encode, request.reply != Reply.DROP)
+                give = None if request.reply == Reply.DROP else partial(self._made, request)
+                value = value.run(partial(executor.encoded, reply=Reply.RETURN), give)
             if hasattr(value, "__await__"):
                 value = await value
             if executor.after:
@@ -133,7 +139,7 @@ class RequestTasks:
 
     def _end(self, number: int, outcome: Outcome, times: bytes | None) -> None:
         del self._tasks[number]
-        request, _ = (self._running if number in self._running else self._taking).pop(number)
+        request, _ = (self._running if number in self._running else self._allowing).pop(number)
         if number in self._cancelled:
             self._cancelled.remove(number)
             outcome = _CANCELLED
@@ -141,7 +147,7 @@ class RequestTasks:
 
     def numbers_of(self, caller: object) -> list[int]:
         """The requests of a caller that run; on the event loop."""
-        known = [*self._running.items(), *self._taking.items()]
+        known = [*self._running.items(), *self._allowing.items()]
         return [number for number, (request, _) in known if request.caller is caller]
 
     def count(self, n: int) -> None:

@@ -6,7 +6,7 @@
     message of requests ──► a task for each
     message to cancel   ──► cancels that task
     any other message   ──► waits until no request runs ─────────► runs it and replies; then the event loop reads on
-    replies, small ones many in one message ──► the caller
+    replies and items, small ones many in one message ──► the caller
 
 One thread has the lanes at a time: the event loop, while it reads; the main thread, while it runs a call that is no
 request, and so runs alone. Messages behind such a call wait with it, those of other callers too, but for those that
@@ -27,7 +27,7 @@ from typing import Any
 
 from bandmaster.answering.request_tasks import Outcome, ReceivedRequest, RequestTasks
 from bandmaster.codec import Payload, encode
-from bandmaster.contract import CALLS_BACK, MORE_ITEMS
+from bandmaster.contract import CALLS_BACK, MORE_ITEMS, Rows
 from bandmaster.errors.failure import Failure
 from bandmaster.wire.lane import TELL_S, Lane
 from bandmaster.wire.messages import (
@@ -66,7 +66,7 @@ class Requests:
 
     def __init__(self, executor: Executor, lane: Lane | None = None) -> None:
         self.executor, self.loop = executor, executor.event_loop().loop
-        self._tasks = RequestTasks(executor, self._ended)
+        self._tasks = RequestTasks(executor, self._ended, self._made)
         self.is_reading = lane is None
         self._handed: SimpleQueue[_Handed] = SimpleQueue()  # to the main thread, with the lanes
         self._aside: deque[tuple[_Caller, Any]] = deque()  # messages that wait until no request runs
@@ -216,6 +216,9 @@ class Requests:
         self._n_ended += 1
         request.caller.reply(request.number, outcome, times)
 
+    def _made(self, request: ReceivedRequest, item: Payload) -> None:
+        request.caller.reply(request.number, item, None, ReplyKind.ITEM)
+
     def _tell_versions(self) -> None:
         """Tell all callers of a new version: their requests may wait for it. The load goes along with replies."""
         versions = {role: report.version for role, report in self.executor.reports.items()}
@@ -249,18 +252,32 @@ class _Caller:
         if (reports := new_reports(self._requests.executor, self.lane)) is not None:
             self._add(0, ReplyKind.REPORT, reports, None)
 
-    def reply(self, number: int, outcome: Outcome, times: bytes | None) -> None:
-        """Reply to a request soon: small replies of one round of the event loop go in one message."""
-        if isinstance(outcome, Payload) and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
-            self._add(number, ReplyKind.VALUE, outcome.head, times)
+    def reply(self, number: int, outcome: Outcome, times: bytes | None, flags: int = 0) -> None:
+        """Reply to a request soon: small replies of one round of the event loop go in one message.
+
+        Args:
+            number: Number of the request.
+            outcome: Its outcome, or an item.
+            times: The times of a request that was timed.
+            flags: `ReplyKind.ITEM` for an item.
+        """
+        if isinstance(outcome, Payload) and outcome.nbytes <= INLINE_NBYTES:
+            if outcome.buffers:
+                self._add(number, ReplyKind.PART | flags, inline(outcome), times)
+            else:
+                self._add(number, ReplyKind.VALUE | flags, outcome.head, times)
         elif outcome is None:
             self._add(number, ReplyKind.NOTHING, None, times)
         elif isinstance(outcome, Failure) and (encoded := encode(outcome)).nbytes <= INLINE_NBYTES:
             self._add(number, ReplyKind.FAILURE, inline(encoded), times)
         else:
-            self.report()
-            self._unsent.append(partial(self._send_large, number, outcome, times))
-            self._loop.call_soon(self._send_rest)
+            self._queue()  # first: items come in their order
+            self._unsent.append(partial(self._send_large, number, outcome, times, flags))
+            self._send_rest()
+            if self._unsent and isinstance(
+                outcome, Payload | Rows
+            ):  # which may change, as the caller does not read now
+                self._unsent[-1] = partial(self._send_large, number, outcome.private(), times, flags)
 
     def _add(self, *reply: Any) -> None:
         self._replies.append(reply)
@@ -268,13 +285,17 @@ class _Caller:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send the replies of the requests that have ended in this round of the event loop."""
+        """Send the small replies of this round of the event loop."""
+        self._queue()
+        self._send_rest()
+
+    def _queue(self) -> None:
+        """Have the small replies sent behind those before, and before them what the worker has reported."""
         replies, self._replies = self._replies, []
         if (reports := new_reports(self._requests.executor, self.lane)) is not None:
             replies.insert(0, (0, ReplyKind.REPORT, reports, None))
         for some in as_fit(replies, _nbytes_of):
             self._unsent.append(partial(self.lane.send_beside, reply_message(0, ReplyKind.SEVERAL, some)))
-        self._send_rest()
 
     def _send_rest(self) -> None:
         """Send replies, as far as the caller reads."""
@@ -291,10 +312,10 @@ class _Caller:
             self._loop.remove_writer(self.lane.fileno())
         self._requests.go_on()
 
-    def _send_large(self, number: int, outcome: Outcome, times: bytes | None) -> None:
+    def _send_large(self, number: int, outcome: Outcome, times: bytes | None, flags: int) -> None:
         if not select.select((), (self.lane.fileno(),), (), 0)[1]:
             raise BlockingIOError
-        reply(self.lane, number, [outcome], times)
+        reply(self.lane, number, [outcome], times, flags)
 
     def tell_of_leases(self) -> None:
         """Tell of leases that have ended, as long as there are any, and while the event loop has the lane."""
@@ -329,6 +350,6 @@ def _nbytes_of(small: SmallReply) -> int:
     content = small[2]
     if small[1] == ReplyKind.REPORT:
         return REPORT_NBYTES
-    if isinstance(content, bytes):
-        return REPLY_NBYTES + len(content)
-    return REPLY_NBYTES + (INLINE_NBYTES if content else 0)
+    if isinstance(content, tuple):
+        return REPLY_NBYTES + len(content[0]) + sum(map(len, content[1]))
+    return REPLY_NBYTES + len(content or b"")

@@ -194,7 +194,8 @@ class InProcessWorkers:
                 self._end(rank, number, self.deaths[rank])
             return
         if rank not in self._tasks:
-            self._tasks[rank] = RequestTasks(self._executors[rank], partial(self._ended, rank))
+            ended, made = partial(self._ended, rank), partial(self._made, rank)
+            self._tasks[rank] = RequestTasks(self._executors[rank], ended, made)
         self._tasks[rank].start(numbered)
 
     def _ended(self, rank: int, request: Any, outcome: Payload | Rows | Failure | None, times: bytes | None) -> None:
@@ -203,6 +204,14 @@ class InProcessWorkers:
             tasks.count(1)
             self._take_reports(rank)
         self._end(rank, request.number, _received(outcome), times)
+
+    def _made(self, rank: int, request: Any, item: Payload) -> None:
+        """Take an item of a request, on the event loop."""
+        ticket = self._open[rank].get(request.number)
+        if ticket is not None and ticket.on_item is not None:
+            ticket.on_item(item.private())
+            with self._news:
+                self._news.notify_all()
 
     def _end(
         self, rank: int, number: int, outcome: Payload | Kept | Failure | None, times: bytes | None = None

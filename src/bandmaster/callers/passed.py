@@ -12,25 +12,26 @@ import asyncio
 import itertools
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from bandmaster.answering.request_tasks import Outcome, ReceivedRequest, RequestTasks
 from bandmaster.callers.reached import FAR, READY, SHUT, Asked, closed
 from bandmaster.codec import Payload, decode, encode
-from bandmaster.contract import Reply
+from bandmaster.contract import OPEN_ITEMS, Reply
 from bandmaster.errors.failure import Failure
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.link import FrameKind, Message
 from bandmaster.hosts.links import Agent, AgentLinks
-from bandmaster.wire.messages import INLINE_NBYTES, inline
+from bandmaster.wire.messages import INLINE_NBYTES, ReplyKind, inline
 from bandmaster.wire.segment_reader import RowReaders
 from bandmaster.worker_process.executor import Arguments, Executor
 
 FIND = "bandmaster.find"  # in place of a method: where a rank is
 _CLOSED = "group was closed; its workers cannot be called any more"
 _SHUT = closed(_CLOSED)
+Give = Callable[[Any], object]  # takes an item of a stream
 
 
 class PassedCalls(Executor):
@@ -44,13 +45,13 @@ class PassedCalls(Executor):
         super().__init__()
         self._server = server
         self._numbers = itertools.count(secrets.randbits(64))  # no other agent has such
-        self._open: dict[int, asyncio.Future[Outcome]] = {}
+        self._open: dict[int, tuple[asyncio.Future[Outcome], Give | None]] = {}
         server.take_relayed = self._take
 
     def begun(self, method: str, parts: Arguments, rows: RowReaders) -> tuple[Sequence[Any], dict[Any, Any], Any]:
         """Have the controller make a call; returns the coroutine that waits for its outcome."""
         assert not isinstance(parts, memoryview), "requests have parts"
-        return (), {}, self._outcome(method, parts)
+        return (), {}, _PassedStream(self, parts) if method == OPEN_ITEMS else self.outcome(method, parts)
 
     def encoded(self, value: Any, reply: int) -> Payload | Failure | None:
         """The outcome of a call as it has come."""
@@ -59,7 +60,7 @@ class PassedCalls(Executor):
 
     async def find(self, asked: Asked) -> tuple[str, Any]:
         """The workers on this host that have a rank, or else what the controller says; see `ControllersRelay.find`."""
-        found = await self._outcome(FIND, [encode(((0, asked),))])
+        found = await self.outcome(FIND, [encode(((0, asked),))])
         if not isinstance(found, Payload):
             return SHUT, _CLOSED
         answer, said = decode(found)
@@ -70,13 +71,21 @@ class PassedCalls(Executor):
             said = said._replace(secret=self._server.secret)
         return answer, said
 
-    async def _outcome(self, method: str, parts: Sequence[Payload]) -> Outcome:
-        loop, number = asyncio.get_running_loop(), next(self._numbers)
-        self._open[number] = loop.create_future()
+    async def outcome(self, method: str, parts: Sequence[Payload], give: Give | None = None) -> Outcome:
+        """Have the controller make a call, and wait for its outcome.
+
+        Args:
+            method: The method.
+            parts: The arguments.
+            give: Called with each item, if it is a stream.
+        """
+        number = next(self._numbers)
+        waiting: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._open[number] = waiting, give
         large: dict[int, Payload] = {}
         self._server.tell(FrameKind.RELAY, number, method, [_part(one, large) for one in parts], large=large)
         try:
-            return await self._open[number]
+            return await waiting
         except asyncio.CancelledError:
             self._server.tell(FrameKind.RELAY, number, "", ())
             raise
@@ -87,11 +96,26 @@ class PassedCalls(Executor):
         self.event_loop().run(self._answered, message)
 
     def _answered(self, message: Message) -> None:
-        number, has_failed, part = message.content
-        waiting = self._open.get(number)
+        number, kind, part = message.content
+        waiting, give = self._open.get(number, (None, None))
         if waiting is not None and not waiting.done():
             payload = None if part is None else message.unpack(part)
-            waiting.set_result(decode(payload) if has_failed and payload is not None else payload)
+            if kind == ReplyKind.ITEM and give is not None:
+                give(payload)
+            else:
+                waiting.set_result(decode(payload) if kind == ReplyKind.FAILURE and payload is not None else payload)
+
+
+class _PassedStream(NamedTuple):
+    """A stream of items that the controller passes on; see `bandmaster.answering.item_stream.ItemStream`."""
+
+    calls: PassedCalls
+    parts: Sequence[Payload]
+    method: str = OPEN_ITEMS
+
+    def run(self, _: object, give: Give) -> Coroutine[Any, Any, Outcome]:
+        """Hand over the items as they come."""
+        return self.calls.outcome(self.method, self.parts, give)
 
 
 class FarCalls:
@@ -102,7 +126,7 @@ class FarCalls:
     """
 
     def __init__(self, relay: Executor) -> None:
-        self._tasks, self._loop = RequestTasks(relay, self._ended), relay.event_loop().loop
+        self._tasks, self._loop = RequestTasks(relay, self._ended, self._made), relay.event_loop().loop
         self._open: dict[int, tuple[AgentLinks, Agent]] = {}  # by number
         self._watched: dict[AgentLinks, int] = {}  # with a descriptor that is readable when something has arrived
         self._is_closed = False
@@ -140,6 +164,11 @@ class FarCalls:
         else:
             self._tasks.cancel((number,))
 
+    def _made(self, request: ReceivedRequest, item: Payload) -> None:
+        found = self._open.get(request.number)
+        if found is not None:
+            _relay(found[0].tell, found[1], request.number, ReplyKind.ITEM, item.private())
+
     def _ended(self, request: ReceivedRequest, outcome: Outcome, times: object) -> None:
         found = self._open.get(request.number)
         if found is not None:  # else it was answered as this was closed
@@ -150,9 +179,16 @@ class FarCalls:
         """Send an outcome, unless the call was answered."""
         _, agent = self._open.pop(number, (None, None))
         if agent is not None:
-            has_failed, large = isinstance(outcome, Failure), dict[int, Payload]()
-            part = None if outcome is None else _part(encode(outcome) if has_failed else outcome, large)
-            tell(agent, FrameKind.RELAYED, number, has_failed, part, large=large)
+            if isinstance(outcome, Failure):
+                _relay(tell, agent, number, ReplyKind.FAILURE, encode(outcome))
+            else:
+                _relay(tell, agent, number, ReplyKind.VALUE, outcome)
+
+
+def _relay(tell: Callable[..., object], agent: Agent, number: int, kind: int, payload: Payload | None) -> None:
+    large: dict[int, Payload] = {}
+    part = None if payload is None else _part(payload, large)
+    tell(agent, FrameKind.RELAYED, number, kind, part, large=large)
 
 
 def _part(payload: Payload, large: dict[int, Payload]) -> Any:

@@ -80,7 +80,7 @@ class FrameKind(IntEnum):
     FETCH = 13  # key of rows, the numbers of the rows that are needed, or None for all
     ROWS = 14  # why there are none; "" if payload 0 has them
     RELAY = 15  # number, method and parts of a call that the controller is to make; no method if it is cancelled
-    RELAYED = 16  # number of that call, whether it has failed, and the part of its value or failure
+    RELAYED = 16  # number of that call, a `ReplyKind` (FAILURE, ITEM, else VALUE), and the part of what came
 
 
 class Message(NamedTuple):

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -145,6 +146,8 @@ class HostRanks:
         self._open: dict[int, dict[int, Any]] = {rank: {} for rank in ranks}  # tickets by rank and number
         self._n_missing: dict[int, int] = {}  # by number of the call: the replies that are still to come
         self._done: deque[tuple[int, int]] = deque()  # ranks that have replied, and numbers of the calls
+        self._items: deque[tuple[Sequence[int], bytes, Mapping[int, Payload]]] = deque()  # of streams, with their ranks
+        self._item_numbers = itertools.count()
         self._unsent: dict[int, _Unsent] = {}  # by number of the call
         self._since = 0.0  # when the first of these replies came
         self._failed: dict[int, tuple[int, Any]] = {}  # by rank, number and ticket of the call that it has failed last
@@ -240,12 +243,21 @@ class HostRanks:
     def _watch(self, rank: int, number: int, ticket: Any) -> None:
         """Note a ticket, and have its reply sent when it is there."""
         self._open[rank][number] = ticket
+        ticket.on_item = partial(self._made, rank, number)
         ticket.on_done = partial(self._is_done, rank, number)
         if ticket.is_done:
             self._done.append((rank, number))
 
+    def _made(self, rank: int, number: int, item: Any) -> None:
+        kind, content, large = _content_of(item, next(self._item_numbers) << 96 | number << 24 | rank)
+        self._items.append(((rank,), reply_message(number, kind | ReplyKind.ITEM, content)[4:], large))
+        self._has_news()
+
     def _is_done(self, rank: int, number: int) -> None:
         self._done.append((rank, number))
+        self._has_news()
+
+    def _has_news(self) -> None:
         if self.workers.arrivals is None:  # another thread has received the reply
             self._wake()
 
@@ -272,7 +284,10 @@ class HostRanks:
     def take_replies(self, message: Message) -> None:
         """Take replies of ranks on hosts below, which go on together with those of this host."""
         for ranks, body in message.content[1]:
-            self._add(ranks, body, message.large)
+            if header_of(body)[0] & ReplyKind.ITEM:
+                self._items.append((ranks, body, message.large))
+            else:
+                self._add(ranks, body, message.large)
 
     def replies(self, is_flushed: bool = False) -> tuple[Replies, dict[int, Payload]]:
         """Remove and return the replies and reports that are to be sent now, and the large payloads that they name.
@@ -289,6 +304,10 @@ class HostRanks:
         new = [(rank, report) for rank, report in self._reported.items() if told.get(rank) is not report]
         said: Replies = [((rank,), reply_message(0, ReplyKind.REPORT, report)[4:]) for rank, report in new]
         large: dict[int, Payload] = {}
+        while self._items:  # those before the replies that were taken above
+            ranks, body, its = self._items.popleft()
+            said.append((tuple(ranks), body))
+            large |= its
         is_flushed = is_flushed or time.monotonic() - self._since >= PATIENCE_S
         for number, unsent in list(self._unsent.items()):
             is_whole = not self._n_missing[number]
@@ -306,32 +325,21 @@ class HostRanks:
             outcome = self.workers.fetch(ticket)
         except Exception as error:  # that of unpickling
             outcome = Failure.of(error)
-        large: dict[int, Payload] = {}
-        content: Any = None
-        if outcome is None:
-            kind = ReplyKind.NOTHING
-        elif isinstance(outcome, Failure):
-            kind, content = ReplyKind.FAILURE, inline(encode(outcome))
-            if not (ticket.is_dropped or isinstance(ticket, RequestTicket)):
-                self._failed[rank] = number, ticket
-        elif not isinstance(outcome, Payload):
-            assert outcome.facts is not None, "a value without rows is returned"
-            kind, content = ReplyKind.ROWS, ((number, rank), tuple(outcome.facts))
-            self._store[number, rank] = outcome, None
-        elif not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
-            kind, content = ReplyKind.VALUE, bytes(outcome.head)
-        elif outcome.nbytes <= INLINE_NBYTES:
-            kind, content = ReplyKind.PART, inline(outcome)
+        if outcome is None or isinstance(outcome, Failure | Payload):
+            kind, content, large = _content_of(outcome, number << 24 | rank)
         else:
-            name = number << 24 | rank  # no other reply has this one, nor one of another host
-            kind, content, large = ReplyKind.PART, name, {name: outcome}
+            assert outcome.facts is not None, "a value without rows is returned"
+            kind, content, large = ReplyKind.ROWS, ((number, rank), tuple(outcome.facts)), {}
+            self._store[number, rank] = outcome, None
+        if isinstance(outcome, Failure) and not (ticket.is_dropped or isinstance(ticket, RequestTicket)):
+            self._failed[rank] = number, ticket
         return reply_message(number, kind, content, ticket.times and ticket.times[0])[4:], large
 
     @property
     def has_news(self) -> bool:
         """Whether there may be something to send."""
         is_told = self.workers.deaths == self._told and self.workers.reports == self._reported
-        return bool(self._done or self._unsent) or not is_told
+        return bool(self._done or self._items or self._unsent) or not is_told
 
     @property
     def due_s(self) -> float | None:
@@ -395,6 +403,19 @@ def _read(content: CallContent, message: Message) -> tuple[WorkerCall, Sequence[
     """A call, and the names of the rows that it takes, by label."""
     method, reply, parts, names, _ = content
     return WorkerCall((), method, tuple(map(message.unpack, parts)), Reply(reply)), names
+
+
+def _content_of(outcome: Payload | Failure | None, name: int) -> tuple[int, Any, Mapping[int, Payload]]:
+    """The kind and content of a reply, and the large payload that it names; no other reply has the name."""
+    if outcome is None:
+        return ReplyKind.NOTHING, None, {}
+    if isinstance(outcome, Failure):
+        return ReplyKind.FAILURE, inline(encode(outcome)), {}
+    if not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
+        return ReplyKind.VALUE, bytes(outcome.head), {}
+    if outcome.nbytes <= INLINE_NBYTES:
+        return ReplyKind.PART, inline(outcome), {}
+    return ReplyKind.PART, name, {name: outcome}
 
 
 def _failure_of(error: Exception) -> Failure:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 from bandmaster.calls.future import Future
 from bandmaster.errors import CallTimeout, ResourceError
+from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.limits import start_thread
 from bandmaster.requests.request import Request
 
@@ -33,23 +34,27 @@ class RequestFuture(Future[T]):
                 self._call.cancel()
             raise
 
-    def __await__(self) -> Generator[Any, None, T]:
+    def _until_outcome(self) -> Generator[Any, None, None]:
         """Wait in an event loop. Cancelling the task that waits cancels the request."""
         request = self._call
-        if not request.is_done:
+        if not request.has_outcome:
             from bandmaster.requests.reader import LoopReader  # with asyncio, a third of the import time of the library
 
             reader, timeout_s = LoopReader.of(), request.site.limits().timeout
             if request.target.retries or not request.is_sent:
                 request.router.advance_in(reader)
-            timer = None
             try:
                 while not request.has_outcome:
                     waiter = reader.add(request)
-                    timer = None if timeout_s is None else reader.loop.call_later(timeout_s, reader.tell, waiter)
-                    yield from waiter
-                    if not request.has_outcome:
-                        assert timeout_s is not None, "only a deadline ends the wait early"
+                    if timeout_s is None:
+                        yield from waiter
+                        continue
+                    deadline, timer = Deadline(timeout_s), reader.loop.call_later(timeout_s, reader.tell, waiter)
+                    try:
+                        yield from waiter
+                    finally:
+                        timer.cancel()
+                    if not (deadline.left() or request.has_outcome):  # else another task has taken the item
                         late = yield from reader.loop.run_in_executor(None, request.late, timeout_s)
                         if not late.is_debugged:
                             late.future = self
@@ -61,11 +66,12 @@ class RequestFuture(Future[T]):
             except BaseException:
                 request.cancel()
                 raise
-            finally:
-                if timer is not None:
-                    timer.cancel()
         request._conclude()
-        done = request.done
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait in an event loop, and return the value."""
+        yield from self._until_outcome()
+        done = self._call.done
         assert done is not None, "it was made"
         if done.error is not None:
             raise done.error

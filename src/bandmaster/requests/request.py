@@ -104,8 +104,7 @@ class Request(RowsResult):
         tell_map: Tells its map that it has ended, or that a place may be free for it; None if it is part of no map.
         asks_for: What it asks the ranks for in place of the method of its router, as `bandmaster.contract` names it.
         calls_back: Whether a request that runs on its group waits for it.
-        has_place: Whether it takes a place of the method on its replica.
-        first: A request that is sent right behind it.
+        on_item: Takes the items that it makes, if it runs a generator.
         waiters: Functions that tell event loops of its end.
         outcome: None; workers look at it as at that of a ticket.
         record: Its record, if a trace records.
@@ -114,8 +113,7 @@ class Request(RowsResult):
     outcome = None
     asks_for: str | None = None
     calls_back = False
-    has_place = True
-    first: Request | None = None
+    on_item: Callable[[Any], object] | None = None
     tell_map: Callable[[Request], object] | None = None
 
     def __init__(self, site: CallSite, arguments: Arguments, router: Any, keeps_rows: bool = False) -> None:

@@ -22,7 +22,7 @@ from bandmaster.calls.open_work import OpenWork
 from bandmaster.calls.request import CallSite
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
-from bandmaster.contract import CALLS_BACK, MORE_ITEMS, Reply, Ticket, WorkerCall, Workers
+from bandmaster.contract import CALLS_BACK, Reply, Ticket, WorkerCall, Workers
 from bandmaster.errors import ClosedError, ResourceError
 from bandmaster.plan.rows import replicas
 from bandmaster.platform.deadline import Deadline
@@ -132,17 +132,6 @@ class Router:
         self._readers[reader] = None  # first: a place may become free meanwhile
         if self.waiting:
             self.advance()
-
-    def send(self, request: Request, chosen: Sequence[Replica]) -> None:
-        """Send a request to some replicas, whether or not they have a place: now, or at the end of this round."""
-        loop = _running_loop()
-        with self._lock:
-            self._flush_others()
-            self._put(request, chosen)
-            if loop is None:
-                self._flush_all()
-        if loop is not None:
-            self._flush_soon(loop)
 
     def put(self, request: Request, target: Target, is_flushed: bool = False) -> bool:
         """Choose a replica for a request, or have it wait for one. Returns whether there is one.
@@ -283,16 +272,13 @@ class Router:
     def _put(self, request: Request, chosen: Sequence[Replica]) -> None:
         request.replicas = chosen  # first: another thread may send it as soon as it is in an outbox
         for replica in chosen:
-            if request.has_place:
-                replica.add(request)
+            replica.add(request)
             replica.outbox.append(request)
         if (key := request.target.key) is not None:
             self._of_key[key] = chosen[0]
             self._of_key.move_to_end(key)
             if len(self._of_key) > MOST_KEYS:
                 self._of_key.popitem(last=False)
-        if request.first is not None:
-            self._put(request.first, chosen)
 
     def flush(self) -> None:
         """Send the requests in the outboxes."""
@@ -331,7 +317,7 @@ class Router:
                 calls[request] = WorkerCall(replica.ranks[:1], method, (), Reply.DROP)
             except Exception as error:  # rows were lost, or there is no memory
                 request.fail(error)
-        for _, some in groupby(calls, lambda request: request.calls_back or request.asks_for == MORE_ITEMS):
+        for _, some in groupby(calls, lambda request: request.calls_back):
             self._send(replica, {request: calls[request] for request in some})
         for request in calls:
             if request.is_cancelled:  # meanwhile
@@ -432,7 +418,7 @@ def _take(batch: Sequence[Request], rank: int, tickets: Sequence[Ticket]) -> Non
     """Take the tickets of the requests that are about to be sent to a rank."""
     for request, ticket in zip(batch, tickets, strict=True):
         request.tickets[rank] = ticket
-        ticket.on_done = request.replied
+        ticket.on_done, ticket.on_item = request.replied, request.on_item
         if request.record is not None:
             request.record.is_sent()
 

@@ -2,8 +2,9 @@
 
 ::
 
-    RequestStream ── once ──────────► GeneratorRequest: runs the generator, and so has the place ──► its task ──► items
-                  ── again and again ─► ItemsRequest: waits for an item, and takes all that are there ◄──────────── ┘
+    RequestStream ── once ─────────────► GeneratorRequest: runs the generator, and so has the place
+        items ◄──────────────────────────┘
+                  ── as it takes them ─► MORE_ITEMS: how many may be made
 
 The generator may be as far ahead of the reader as `maxsize` says. To close the stream is to cancel the request that
 runs the generator; whatever ends that ends the stream.
@@ -13,17 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any, Generic, TypeVar
 
 from bandmaster.calls.outcome import error_of
 from bandmaster.calls.request import CallSite
-from bandmaster.calls.result import Done
 from bandmaster.codec import Payload, decode, encode
-from bandmaster.contract import FIRST_ITEMS, MORE_ITEMS, OPEN_ITEMS
-from bandmaster.errors import CallCancelled, CallTimeout
+from bandmaster.contract import MORE_ITEMS, OPEN_ITEMS, Reply, WorkerCall
+from bandmaster.errors import CallCancelled, CallTimeout, ClosedError
 from bandmaster.errors.failure import Failure
 from bandmaster.flow.stream import Closing
 from bandmaster.requests.arguments import Arguments
@@ -38,60 +37,64 @@ class GeneratorRequest(Request):
 
     Attributes:
         name: Name of the stream.
-        items: The last request for its items; None before there are some.
+        items: The items that have come and were not taken; a failure is one that cannot be read here.
+        readers: As many as wait for an item.
     """
 
     asks_for = OPEN_ITEMS
-    items: Request | None = None
 
     def __init__(self, site: CallSite, arguments: Arguments, router: Any, name: str) -> None:
         super().__init__(site, arguments, router)
         self.name = name
+        self.items: deque[Payload | Failure] = deque()
+        self.readers: list[None] = []
+
+    def on_item(self, item: Payload | Failure) -> None:
+        """Take an item; the thread that has received it calls this, and holds a lock."""
+        self.items.append(item)
+        waiters, self.waiters = self.waiters, []  # who comes from here on sees the item
+        for tell in waiters:
+            tell(self)
+
+    @property
+    def has_outcome(self) -> bool:
+        """Whether there is an item, or none follows."""
+        return bool(self.items or self.is_done or self.done is not None)
+
+    def allow(self, limit: int) -> None:
+        """Let the generator make so many items, with those that it has made."""
+        parts = tuple(self.workers.put([encode(((0, self.name), (1, limit)))]))
+        with contextlib.suppress(ClosedError):  # then this one fails
+            for rank in self.ranks:
+                self.workers.request(rank, [WorkerCall((rank,), MORE_ITEMS, parts, Reply.DROP)], list)
+
+    def _conclude(self) -> bool:
+        return bool(self.items) or super()._conclude()
 
     @property
     def is_unread(self) -> bool:  # type: ignore[override]  # here it is computed
         """Whether nobody waits for its next item, though it has not ended."""
-        items = self.items or self.first
-        return items is not None and items.is_done
-
-    def end(self) -> None:
-        """Tell those who wait that it is done, those for the first items as well if it was never sent."""
-        super().end()
-        if self.first is not None and not (self.first.is_sent or self.first.is_done):
-            self.first.end()
-
-
-class ItemsRequest(Request):
-    """A request for the items of a generator. Its value: their payloads, at least one unless it was the last; is it?
-
-    Attributes:
-        run: A weak reference to the request that runs the generator, with which the first one is sent.
-
-    Args:
-        name: Name of the stream.
-        limit: The number of items that the generator may make, with those before.
-        asks_for: `FIRST_ITEMS`, or `MORE_ITEMS` once there were some.
-    """
-
-    has_place = False
-    run: weakref.ref[Request]
-
-    def __init__(self, site: CallSite, router: Any, name: str, limit: int, asks_for: str) -> None:
-        super().__init__(site, Arguments((encode(((0, name), (1, limit))),)), router)
-        self.asks_for = asks_for
-
-    def _made(self) -> Done:
-        return super()._made() if self.replicas else Done(value=((), True))
+        return not self.readers
 
     def late(self, timeout_s: float) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``."""
         if not self.replicas:
-            run = self.run()
-            assert run is not None, "the stream that waits has it"
-            return run.late(timeout_s)
+            return super().late(timeout_s)
         ranks = ", ".join(map(str, self.missing))
         what, what_next = f"got no item from rank {ranks}", "the stream was closed; iterate over a new one"
         return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks(), what_next, what)
+
+
+class _News(RequestFuture[None]):
+    """The future of the next item of a stream, or of its end."""
+
+    def wait(self) -> None:
+        """Wait for it."""
+        self._wait(None)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        """Wait for it in an event loop."""
+        return self._until_outcome()
 
 
 class RequestStream(Closing, Generic[T]):
@@ -115,79 +118,78 @@ class RequestStream(Closing, Generic[T]):
     """
 
     def __init__(self, run: GeneratorRequest, most: int, group: object) -> None:
-        self._run, self._most, self._group = run, most, group
-        self._items: deque[Payload | bytes] = deque()
-        self._n_taken = 0
+        self._run, self._most = run, most
+        self._news = _News(run, group)
+        self._n_taken, self._n_allowed = 0, most
         self._lock = threading.Lock()
         super().__init__(run.site.method, run.workers, run.cancel)
-        run.first = ItemsRequest(run.site, run.router, run.name, most, FIRST_ITEMS)
-        run.first.run = weakref.ref(run)
-        run.first.calls_back = run.calls_back
-        self._waits_for: RequestFuture[Any] | None = RequestFuture(run.first, group)
 
     def __next__(self) -> T:
-        while not self._items and (future := self._next()) is not None:
-            with self._closing_after_errors():
-                self._take(future, future.result())
-        if not self._items:
+        item = None
+        self._run.readers.append(None)
+        try:
+            while (item := self._next()) is None and self._is_open:
+                self._news.wait()
+        except BaseException as error:
+            self._close_after(error)
+        finally:
+            self._run.readers.pop()
+        if item is None:
             raise StopIteration
-        return self._value(self._items.popleft())
+        return self._value(item)
 
     async def __anext__(self) -> T:
-        while not self._items and (future := self._next()) is not None:
-            with self._closing_after_errors():
-                self._take(future, await future)
-        if not self._items:
-            raise StopAsyncIteration
-        return self._value(self._items.popleft())
-
-    def _next(self) -> RequestFuture[Any] | None:
-        """The future to wait for: that of the next items, behind the last one that of the end; None after that."""
-        with self._lock:
-            if self._waits_for is None and self._is_open:
-                run = self._run
-                request: Request = run
-                if not run.is_done:  # else it was cancelled, or its replica has died
-                    limit = self._n_taken + self._most
-                    request = ItemsRequest(run.site, run.router, run.name, limit, MORE_ITEMS)
-                    run.items = request
-                    run.router.send(request, run.replicas)
-                self._waits_for = RequestFuture(request, self._group)
-            return self._waits_for if self._is_open else None
-
-    def _take(self, future: RequestFuture[Any], value: Any) -> None:
-        """Take the value of a future of `_next`; several tasks or threads may have waited for it."""
-        with self._lock:
-            if future is not self._waits_for:
-                return
-            if future._call is self._run:
-                self._is_open = False
-                return
-            items, is_last = value
-            self._n_taken += len(items)
-            self._waits_for = RequestFuture(self._run, self._group) if is_last else None
-            self._items.extend(items)
-
-    def _value(self, item: Payload | bytes) -> T:
+        item = None
+        self._run.readers.append(None)
         try:
-            value: T = decode(Payload(item) if isinstance(item, bytes) else item)
+            while (item := self._next()) is None and self._is_open:
+                await self._news
+        except BaseException as error:
+            self._close_after(error)
+        finally:
+            self._run.readers.pop()
+        if item is None:
+            raise StopAsyncIteration
+        return self._value(item)
+
+    def _next(self) -> Payload | None:
+        """Take the next item; None if there is none yet, or if the stream has ended."""
+        run = self._run
+        with self._lock:
+            if not self._is_open:
+                return None
+            if not run.items:
+                if (done := run.done) is not None:
+                    if done.error is not None:
+                        raise done.error
+                    self._is_open = False
+                return None
+            item = run.items.popleft()
+            self._n_taken += 1
+            if self._n_allowed - self._n_taken <= self._most // 2 and not run.is_done:
+                self._n_allowed = self._n_taken + self._most
+                run.allow(self._n_allowed)
+        if isinstance(item, Failure):
+            raise error_of(run.site, {run.replicas[0].ranks[0]: item})
+        return item
+
+    def _value(self, item: Payload) -> T:
+        try:
+            value: T = decode(item)
         except BaseException as error:  # the user's objects may raise anything as they are unpickled
             rank = self._run.replicas[0].ranks[0]
             raise error_of(self._run.site, {rank: Failure.unreadable(error)}) from error
         return value
 
-    @contextlib.contextmanager
-    def _closing_after_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, CallTimeout):
-                error.stream = self
-            if self._is_open or not isinstance(error, CallCancelled):  # else another thread has closed it
-                self.close()
-                raise
+    def _close_after(self, error: BaseException) -> None:
+        """Close the stream, and raise an error; not one that says that another thread has closed it."""
+        if isinstance(error, CallTimeout):
+            error.stream = self
+        if self._is_open or not isinstance(error, CallCancelled):
+            self.close()
+            raise error
 
     def close(self) -> None:
         """End the stream; the method runs its ``finally`` blocks. Closing twice is fine. Does not wait."""
         super().close()
-        self._items.clear()
+        self._run.items.clear()

@@ -33,7 +33,7 @@ from bandmaster.wire.messages import (
 from bandmaster.wire.poller import Poller
 
 _VALUE, _SEVERAL, _REPORT = ReplyKind.VALUE, ReplyKind.SEVERAL, ReplyKind.REPORT
-_TIMED, _NOTHING = ReplyKind.TIMED, ReplyKind.NOTHING
+_TIMED, _NOTHING, _ITEM = ReplyKind.TIMED, ReplyKind.NOTHING, ReplyKind.ITEM
 
 
 class MessageTicket(contract.Ticket):
@@ -49,7 +49,7 @@ class MessageTicket(contract.Ticket):
     __slots__ = ("holds", "number")
 
     def __init__(self, number: int) -> None:
-        self.on_done = self.times = None
+        self.on_done = self.on_item = self.times = None
         self.number = number
         self.is_done = self.is_dropped = False
         self.outcome: Any = None
@@ -177,6 +177,8 @@ class Client:
         outcome: Payload | Kept | Failure | None
         if kind == _VALUE:
             outcome = Payload(bytes(body[HEADER_NBYTES:]))
+        elif kind >= _ITEM:
+            return self._take_several(ranks[0], ((number, kind, read_content(body), None),), receiver)
         else:
             outcome = None if kind == _NOTHING else outcome_of(kind, read_content(body), receiver)
         shared = outcome if len(ranks) > 1 and isinstance(outcome, Payload) and outcome.buffers else None
@@ -197,15 +199,21 @@ class Client:
         return is_first
 
     def _take_several(self, rank: int, replies: Sequence[SmallReply], receiver: Receiver) -> bool:
-        """Take replies to requests of a rank."""
+        """Take replies to requests of a rank, and items that they have made."""
         requests = self._requests[rank]
         for number, kind, content, times in replies:
             if kind == _REPORT:
                 self.reports.take(rank, content)
-            elif (ticket := requests.pop(number, None)) is not None:
+            elif (ticket := requests.get(number)) is not None:
+                is_item, kind = kind >= _ITEM, kind & ~_ITEM
+                outcome = Payload(content) if kind == _VALUE else outcome_of(kind, content, receiver)
+                if is_item and ticket.on_item is not None:
+                    ticket.on_item(outcome)
+                    continue
+                del requests[number]
                 if times is not None:
                     ticket.times = times, time.monotonic_ns()
-                self._finish(ticket, Payload(content) if kind == _VALUE else outcome_of(kind, content, receiver))
+                self._finish(ticket, outcome)
         return True
 
     def _finish(self, ticket: MessageTicket, outcome: Any) -> None:

@@ -82,6 +82,7 @@ class ReplyKind:
     FAILURE = 3  # pickled: the part that names the payload of a `Failure`
     SEVERAL = 5  # pickled: number, kind, what the kind says, and times or None of several small replies; its own is 0
     REPORT = 6  # pickled: what the worker has reported of itself, `Worker` says how; its own number is 0
+    ITEM = 64  # added to `VALUE`, `PART` or `FAILURE`: an item of a request that runs an async generator; it is pickled
     TIMED = 128  # added to the others: the times of the worker are behind what they say
 
 

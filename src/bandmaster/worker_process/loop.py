@@ -226,8 +226,10 @@ def new_reports(executor: Executor, lane: Lane) -> Mapping[str, Report] | None:
     return reports
 
 
-def reply(lane: Lane, number: int, outcomes: list[Payload | Rows | Failure | None], times: bytes | None = None) -> None:
-    """Remove the only outcome from the list and send it.
+def reply(
+    lane: Lane, number: int, outcomes: list[Payload | Rows | Failure | None], times: bytes | None = None, flags: int = 0
+) -> None:
+    """Remove the only outcome from the list and send it; as an item, if the flags are `ReplyKind.ITEM`.
 
     If a signal handler raises just after the reply was sent, the call is replied to again. The controller uses the
     first reply.
@@ -236,11 +238,11 @@ def reply(lane: Lane, number: int, outcomes: list[Payload | Rows | Failure | Non
     segments = [] if shared is None else [shared.segment]
     lane.lease(segments)
     try:
-        lane.send(reply_message(number, kind, content, times), segments)
+        lane.send(reply_message(number, kind | flags, content, times), segments)
     except OSError as error:  # for example, too many descriptors are in flight
         lane.end_leases(segments)
         kind, content, _ = _packed(lane, Failure.of(error))
-        lane.send(reply_message(number, kind, content))
+        lane.send(reply_message(number, kind | flags, content))
     del shared
     lane.writer.release()
 
