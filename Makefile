@@ -50,7 +50,7 @@ mutants: $(VENV)/.dev  ## small changes to the path, each of which the simulated
 	PYTHONPATH=tests $(BIN)/python -m mutants $(MUTANTS_OPTIONS)
 
 # On several hosts, which are namespaces of this machine with networks of their own: needs root, else it says so.
-HOST_TESTS := $(addprefix tests/test_,$(addsuffix .py,contract handles laws streams turns colocation callers seeds)) \
+HOST_TESTS := $(addprefix tests/test_,$(addsuffix .py,contract handles laws streams turns colocation callers request_streams seeds)) \
 	-k "(ray or seeds) and not Roles"
 
 test-hosts: $(VENV)/.dev  ## faults of whole hosts, and what groups do whose ranks are on other hosts

@@ -61,6 +61,13 @@ class GeneratorRequest(Request):
         """Whether there is an item, or none follows."""
         return bool(self.items or self.is_done or self.done is not None)
 
+    def take(self) -> Payload | Failure | None:
+        """Remove the next item; None if there is none. Any thread may call this."""
+        try:
+            return self.items.popleft()
+        except IndexError:
+            return None
+
     def allow(self, limit: int) -> None:
         """Let the generator make so many items, with those that it has made."""
         parts = tuple(self.workers.put([encode(((0, self.name), (1, limit)))]))
@@ -69,12 +76,13 @@ class GeneratorRequest(Request):
                 self.workers.request(rank, [WorkerCall((rank,), MORE_ITEMS, parts, Reply.DROP)], list)
 
     def _conclude(self) -> bool:
-        return bool(self.items) or super()._conclude()
+        is_over = super().has_outcome  # first: all items have come by then
+        return bool(self.items) or not is_over or super()._conclude()
 
     @property
     def is_unread(self) -> bool:  # type: ignore[override]  # here it is computed
         """Whether nobody waits for its next item, though it has not ended."""
-        return not self.readers
+        return self.is_sent and not self.readers
 
     def late(self, timeout_s: float) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``."""
@@ -156,15 +164,14 @@ class RequestStream(Closing, Generic[T]):
         """Take the next item; None if there is none yet, or if the stream has ended."""
         run = self._run
         with self._lock:
-            if not self._is_open:
-                return None
-            if not run.items:
-                if (done := run.done) is not None:
+            done = run.done  # first: all items have come by then
+            item = run.take() if self._is_open else None
+            if item is None:
+                if self._is_open and done is not None:
                     if done.error is not None:
                         raise done.error
                     self._is_open = False
                 return None
-            item = run.items.popleft()
             self._n_taken += 1
             if self._n_allowed - self._n_taken <= self._most // 2 and not run.is_done:
                 self._n_allowed = self._n_taken + self._most
