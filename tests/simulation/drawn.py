@@ -183,7 +183,7 @@ class Sent:
     @property
     def is_request(self) -> bool:
         """Whether one replica runs it."""
-        return self.method in ("ask", "exclusive", "chunk", "score", "ask_others")
+        return self.method in ("ask", "exclusive", "tokens", "chunk", "score", "ask_others")
 
     @property
     def runs_beside(self) -> bool:

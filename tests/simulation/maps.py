@@ -145,6 +145,28 @@ def stream(program: Program, draw: random.Random) -> None:
             sent.cancel_at(program.world.now)
 
 
+def read_items(program: Program, draw: random.Random) -> None:
+    """Read the items of a request as they come: all, or some, and then close the stream."""
+    sent, n_taken, n = program.drawn(draw, asking=1.0), draw.choice([math.inf, math.inf, 0, 1, 3]), 0
+    sent.method, sent.has_ballast, maxsize = "tokens", False, draw.choice([1, 2, 5])
+    program.world.note("reads items", sent.token, n_taken, maxsize)
+    with program.judged(sent):
+        stream = program.group.tokens.options(maxsize=maxsize).stream(sent.token)
+        for array, number in stream if n_taken else ():
+            is_right = number == n and len(array) in (10, 12_000) and bool((array == sent.token).all())
+            program.world.check(is_right, "another item", sent.token, n, number)
+            n += 1
+            if n >= n_taken:
+                break
+        else:
+            if n_taken:
+                program.world.check(n == sent.token % 9, "items do not come", sent.token, n)
+                program.world.check(sent.hows <= {"value", "large"}, "a generator that fails has ended", sent.token)
+        sent.is_cancelled = True
+        stream.close()
+        sent.cancel_at(program.world.now)
+
+
 def take_items(program: Program, draw: random.Random) -> None:
     """Take the items of generators as they come: all, or some, and then close the stream."""
     sent, n_taken = program.drawn(draw, asking=0.0), draw.choice([math.inf, math.inf, 0, 1, 3])

@@ -183,7 +183,8 @@ class Program:
             waits.wait_for_some(self, draw, mine)
             return
         if draw.random() < kind.yielding:
-            maps.take_items(self, draw)
+            is_run = kind.is_inprocess or kind.calling  # the workers' part of requests that yield, too
+            (maps.read_items if is_run and draw.random() < 0.5 else maps.take_items)(self, draw)
             return
         if draw.random() < kind.mapping:
             if draw.random() < 0.3:

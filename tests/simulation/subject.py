@@ -53,6 +53,15 @@ class Subject(bm.Worker):
             self._ended(token, plan)
 
     @bm.register("REQUEST", concurrency=4)
+    async def tokens(self, token):
+        """A request that yields items, as many as its token says; every third one is large."""
+        with self._runs(token) as plan:
+            for number in range(token % 9):
+                await asyncio.sleep(plan.seconds / 8)
+                yield np.full(12_000 if number % 3 == 1 else 10, token), number
+            self._ended(token, plan)
+
+    @bm.register("REQUEST", concurrency=4)
     async def chunk(self, tokens, width):
         """A request for some rows, which all have one token."""
         await self._ran_beside(int(tokens[0]))
