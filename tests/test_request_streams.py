@@ -6,12 +6,15 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 import bandmaster as bm
 from bandmaster import Dispatch, Only, Route, TransferProtocol, register
+from bandmaster.platform.locks import run_if_free
+from bandmaster.requests.router import Router
 from bandmaster.requests.stream import GeneratorRequest
 from bandmaster.wire.status_page import Activity
 
@@ -262,6 +265,24 @@ def test_calls_behind_a_stream_do_not_hold_it_up(group, counts):
     behind = group.count.options(replica=0).stream(3)
     assert list(stream) == list(range(100)) and list(behind) == [0, 1, 2]
     assert sum(call.result(DEADLINE)[0][2] for call in calls) == 1
+
+
+@pytest.mark.backends("inprocess")
+def test_a_stream_goes_on_while_a_call_waits_for_it_and_another_thread_sends_requests(group):
+    count = group.count.options(replica=0, maxsize=1)
+    streams = [count.stream(50) for _ in range(PLACES)]
+    with ThreadPoolExecutor(3) as threads:
+        waiting = threads.submit(lambda: list(count.stream(2)))
+        while not Router.of(group._submitter, group.count._spec).waiting:
+            assert not waiting.done(), "it waits for a place"
+        call = threads.submit(group.take_counts)
+        while run_if_free(group._submitter.workers()._running, bool):
+            assert not call.done(), "it waits for the stream"
+        request = threads.submit(lambda: group.made().result(DEADLINE))
+        while run_if_free(group._submitter.work.sending.lock, bool):
+            assert not request.done(), "it waits for the call"
+        assert [list(stream) for stream in streams] == [list(range(50))] * PLACES
+        assert call.result(DEADLINE) and request.result(DEADLINE) >= 0 and waiting.result(DEADLINE) == [0, 1]
 
 
 # --- ends ---------------------------------------------------------------------------------------------------------

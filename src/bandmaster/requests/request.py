@@ -318,7 +318,8 @@ class Request(RowsResult):
         if not (is_over() or wait_for_all(self.parents, deadline)):
             return False
         while True:
-            self.router.advance()
+            if not self.tickets:  # else it was sent: a thread that sends others may wait until this one reads its items
+                self.router.advance()
             if is_over():
                 return True
             left = deadline.left()
