@@ -43,6 +43,12 @@ class Speaker(bm.Worker):
             self.n_ended += 1
 
     @register(Dispatch.REQUEST, concurrency=PLACES)
+    async def ticks(self, n):
+        for number in range(n):
+            await asyncio.sleep(0.4)
+            yield number
+
+    @register(Dispatch.REQUEST, concurrency=PLACES)
     async def wait(self):
         try:
             yield "first"
@@ -93,10 +99,43 @@ class Sharded(bm.Worker):
             self.log.append((name, number))
             yield self.rank, number
 
+    @register(TransferProtocol(Route("dp"), Only(tp=-1)), concurrency=4)
+    async def hold(self, rank, folder):
+        while self.rank == rank and not (folder / "gate").exists():
+            await asyncio.sleep(0.001)
+
     @register(Dispatch.ONE_TO_ALL)
     def take_log(self):
         log, self.log = self.log, []
         return log
+
+
+class Reader(bm.Worker):
+    def __init__(self, group):
+        self.group = group
+
+    @register(Dispatch.REQUEST)
+    async def read(self):
+        """The seconds from the end of a stream to that of a call behind it."""
+        stream, ended = self.group.ticks.options(replica=0).stream(2), []
+
+        async def read():
+            async for _ in stream:
+                pass
+            ended.append(time.monotonic())
+
+        reading = asyncio.ensure_future(read())
+        await self.group.take_counts.submit()
+        await reading
+        return time.monotonic() - ended[0]
+
+
+class Taker(Speaker):
+    def on_yield(self):
+        """Nothing."""
+
+    def on_resume(self):
+        """Nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +228,38 @@ def test_ranks_of_a_replica_run_the_generators_in_one_order(make_group):
     assert logs[0] == logs[1] == [(0, 0), (2, 0), (4, 0)] and logs[2] == logs[3] == [(1, 0), (3, 0), (5, 0)]
 
 
+@pytest.mark.backends("local", "ray")
+def test_a_rank_of_a_replica_that_begins_later_yields_as_many_items(make_group, tmp_path):
+    group = make_group(bm.Mesh(dp=1, tp=2), Sharded)
+    held = group.hold(0, tmp_path)
+    before = group.take_log.submit()
+    stream = group.tokens.options(maxsize=4, timeout=DEADLINE).stream("x", 20)
+    assert [next(stream)[1] for _ in range(4)] == [0, 1, 2, 3], "though rank 0 has still to end the calls before"
+    (tmp_path / "gate").touch()
+    assert [number for _, number in stream] == list(range(4, 20))
+    held.result(DEADLINE), before.result(DEADLINE)
+
+
+@pytest.mark.backends("local")
+def test_threads_that_share_a_stream_wait_for_their_next_items(group):
+    stream = group.ticks.options(timeout=2.0).stream(8)
+    with ThreadPoolExecutor(5) as threads:
+        found = [threads.submit(list, stream) for _ in range(5)]
+        assert sorted(item for one in found for item in one.result(DEADLINE)) == list(range(8))
+
+
+@pytest.mark.backends("local", "ray")
+def test_a_call_of_a_worker_behind_its_stream_begins_as_that_ends(make_group):
+    assert make_group(1, Reader, make_group(1, Speaker)).read().result(DEADLINE) < 4.0, "seconds"
+
+
+def test_a_stream_that_was_closed_keeps_no_items(group, counts):
+    stream = group.arrays.options(replica=0).stream(100, 40_000)
+    next(stream)
+    stream.close()
+    assert counts() == (0, 0, 0) and not stream._run.items
+
+
 # --- places and back-pressure -------------------------------------------------------------------------------------
 
 
@@ -222,6 +293,18 @@ def test_what_a_stream_has_read_needs_no_garbage_collection(group):
         assert not [one for one in gc.get_objects() if isinstance(one, GeneratorRequest)]
     finally:
         gc.enable()
+
+
+def test_a_turn_begins_when_the_stream_of_a_rival_has_ended_though_its_items_are_not_taken(make_pool):
+    pool = make_pool([1])
+    first, second = [bm.WorkerGroup(pool, Taker, name=name) for name in ("first", "second")]
+    with first.turn():
+        stream = first.ticks.stream(3)
+        assert next(stream) == 0
+    with second.turn(timeout=DEADLINE):
+        second.take_counts()
+    with first.turn():
+        assert list(stream) == [1, 2]
 
 
 def test_streams_wait_for_a_place_in_an_event_loop(group):

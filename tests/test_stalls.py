@@ -61,6 +61,11 @@ class Ranks(bm.Worker):
     async def block(self, gate):
         self.wait_for(gate)
 
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def never_yield(self, gate):
+        await self.await_(gate)
+        yield 1
+
     @register(Dispatch.ONE_TO_ALL)
     def skip_a_collective(self, gate):
         import torch
@@ -121,6 +126,13 @@ def test_a_method_that_waits_is_noticed_with_its_line(ranks, noticed, tmp_path, 
     waiting.result(DEADLINE)
     assert stall.method == f"Ranks.{method}" and stall.ranks == (0, 1, 2)
     assert "made no progress" in stall.text and f"ranks 0, 1, 2: {words}test_stalls.py:" in stall.text
+
+
+def test_a_stream_without_its_first_item_is_noticed_though_nobody_reads_it(ranks, noticed, tmp_path):
+    with ranks.never_yield.options(replica=1).stream(tmp_path / "gate") as stream:
+        stall = noticed()
+        (tmp_path / "gate").touch()
+        assert list(stream) == [1] and (stall.method, stall.ranks) == ("Ranks.never_yield", (1,))
 
 
 @pytest.mark.parametrize("method, words", [("await_", "in sleep, called by await_ ("), ("block", "in wait_for (")])

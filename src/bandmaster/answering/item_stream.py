@@ -19,6 +19,8 @@ from bandmaster.contract import MAXSIZE, METHOD, MORE_ITEMS, OPEN_ITEMS, STREAM
 from bandmaster.errors.failure import Failure
 from bandmaster.worker_process.executor import Executor
 
+MOST_EARLY = 1000  # limits of streams that are not here: most of them have ended
+
 
 class ItemStream:
     """The items of one generator, which is run as long as a request is. Everything runs on one event loop.
@@ -76,6 +78,7 @@ class ItemStream:
 
 def _open_items(executor: Executor, /, *args: Any, **kwargs: Any) -> ItemStream:
     stream, limit, method = kwargs.pop(STREAM), kwargs.pop(MAXSIZE), kwargs[METHOD]
+    limit = executor.early_limits.pop(stream, limit)
     generator = executor.begun_generator(args, kwargs, AsyncGenerator)
     made = ItemStream(method, generator, limit, partial(executor.generators.pop, stream, None))
     executor.generators[stream] = made
@@ -83,10 +86,14 @@ def _open_items(executor: Executor, /, *args: Any, **kwargs: Any) -> ItemStream:
 
 
 def _allow_items(executor: Executor, stream: str, limit: int) -> None:
-    """Let a stream make so many items, unless it has ended; see `ItemStream.allow`."""
-    found = executor.generators.get(stream)
+    """Let a stream make so many items; see `ItemStream.allow`. It may have ended, or not have begun on this rank."""
+    found, early = executor.generators.get(stream), executor.early_limits
     if found is not None:
         found.allow(limit)
+        return
+    early[stream] = limit
+    if len(early) > MOST_EARLY:
+        del early[next(iter(early))]
 
 
 OWN_METHODS: dict[str, Callable[..., Any]] = {OPEN_ITEMS: _open_items, MORE_ITEMS: _allow_items}

@@ -121,13 +121,17 @@ class Future(Handle, Generic[T]):
         timeout_s = self._call.site.limits().timeout if timeout is None else timeout
         deadline = Deadline(timeout_s)
         try:
-            while not self._call.wait(timeout_s):
+            while not self._has_come(timeout_s):
                 self._check_debugged(timeout_s)
                 deadline = Deadline(timeout_s)
         except KeyboardInterrupt as error:
             note_calls(error, [self._waited_for()])
             raise
         return deadline
+
+    def _has_come(self, timeout_s: float | None) -> bool:
+        """Wait for what this is the future of; False if the time is over before."""
+        return self._call.wait(timeout_s)
 
     def _waited_for(self) -> WaitedFor:
         """The facts about this call for the notes of a KeyboardInterrupt."""

@@ -64,7 +64,8 @@ class AgentServer:
         address: The IP address and port that it listens on.
         secret: The secret that the controller and other agents have to know.
         groups: The part of each group that is on this host.
-        take_relayed: Called with the value of a call that the controller has made for a worker; the lock is held.
+        take_relayed: Called with the value, or an item, of a call that the controller makes for a worker; the lock is
+            held.
 
     Args:
         secret: The secret that the controller and other agents have to know.

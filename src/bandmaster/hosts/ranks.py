@@ -147,7 +147,7 @@ class HostRanks:
         self._n_missing: dict[int, int] = {}  # by number of the call: the replies that are still to come
         self._done: deque[tuple[int, int]] = deque()  # ranks that have replied, and numbers of the calls
         self._items: deque[tuple[Sequence[int], bytes, Mapping[int, Payload]]] = deque()  # of streams, with their ranks
-        self._item_numbers = itertools.count()
+        self._item_numbers = itertools.count(1)
         self._unsent: dict[int, _Unsent] = {}  # by number of the call
         self._since = 0.0  # when the first of these replies came
         self._failed: dict[int, tuple[int, Any]] = {}  # by rank, number and ticket of the call that it has failed last

@@ -3,7 +3,7 @@
 ::
 
     RequestMethod ──► Request ──► Router: a replica for it, or it waits ──► Workers.request ──► ranks
-    RequestStream ──► GeneratorRequest, and then ItemsRequest after ItemsRequest to the same replica
+    RequestStream ──► GeneratorRequest, whose items come as they are made, and MORE_ITEMS as they are taken
     Future        ◄── Request ◄── replies, read by the thread that waits, or by LoopReader in an event loop
 
     RequestMethod.map ──► map_rows  ──► MapFeed, a feed of `flow`: the next request when one has ended ──► Router

@@ -34,17 +34,17 @@ class RequestFuture(Future[T]):
                 self._call.cancel()
             raise
 
-    def _until_outcome(self) -> Generator[Any, None, None]:
-        """Wait in an event loop. Cancelling the task that waits cancels the request."""
+    def _until_news(self) -> Generator[Any, None, None]:
+        """Wait for an outcome or an item. Cancelling the task that waits cancels the request."""
         request = self._call
-        if not request.has_outcome:
+        if not request.has_news:
             from bandmaster.requests.reader import LoopReader  # with asyncio, a third of the import time of the library
 
             reader, timeout_s = LoopReader.of(), request.site.limits().timeout
             if request.target.retries or not request.is_sent:
                 request.router.advance_in(reader)
             try:
-                while not request.has_outcome:
+                while not request.has_news:
                     waiter = reader.add(request)
                     if timeout_s is None:
                         yield from waiter
@@ -54,7 +54,7 @@ class RequestFuture(Future[T]):
                         yield from waiter
                     finally:
                         timer.cancel()
-                    if not (deadline.left() or request.has_outcome):  # else another task has taken the item
+                    if not (deadline.left() or request.has_news):  # else another task has taken the item
                         late = yield from reader.loop.run_in_executor(None, request.late, timeout_s)
                         if not late.is_debugged:
                             late.future = self
@@ -66,11 +66,11 @@ class RequestFuture(Future[T]):
             except BaseException:
                 request.cancel()
                 raise
-        request._conclude()
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait in an event loop, and return the value."""
-        yield from self._until_outcome()
+        yield from self._until_news()
+        self._call._conclude()
         done = self._call.done
         assert done is not None, "it was made"
         if done.error is not None:

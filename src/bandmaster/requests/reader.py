@@ -51,11 +51,11 @@ class LoopReader:
         return reader
 
     def add(self, request: Request) -> asyncio.Future[None]:
-        """Read until a request is done. Returns the future that is done then, or when `tell` is called with it."""
+        """Read until a request has news. Returns the future that is done then, or when `tell` is called with it."""
         waiter: asyncio.Future[None] = self.loop.create_future()
         request.waiters.append(partial(self.tell, waiter))
         self._add(request)
-        if request.has_outcome:
+        if request.has_news:
             self.tell(waiter, request)
         return waiter
 

@@ -289,6 +289,11 @@ class Request(RowsResult):
         """Whether its ranks have replied, or never will, or it has an error before that."""
         return self.is_done or self.done is not None
 
+    @property
+    def has_news(self) -> bool:
+        """Whether it has an outcome, or an item if it runs a generator."""
+        return self.has_outcome
+
     def expire(self, why: BaseException) -> None:
         """Cancel it for a reason, which is its error at once, though its coroutine may have to end."""
         with self.lock:
@@ -325,7 +330,9 @@ class Request(RowsResult):
             left = deadline.left()
             if left == 0.0 and deadline.timeout_s:
                 return False
-            self.workers.wait([_News(self)], LOOK_AROUND_S if left is None else min(left, LOOK_AROUND_S))
+            self.workers.wait(
+                [_News(self.router, is_over)], LOOK_AROUND_S if left is None else min(left, LOOK_AROUND_S)
+            )
             if deadline.timeout_s == 0.0:
                 self.router.advance()
                 return is_over()
@@ -388,16 +395,16 @@ def _has_died(outcome: object) -> TypeGuard[Failure]:
 
 
 class _News:
-    """Stands for a request in `Workers.wait`, which ends when it is done, or one that waits for a place gets it."""
+    """Stands for a request in `Workers.wait`, which ends when its wait is over, or one that waits gets a place."""
 
     outcome = None
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(self, router: Any, is_over: Callable[[], bool]) -> None:
+        self._router, self._is_over = router, is_over
 
     @property
     def is_done(self) -> bool:
-        return self._request.has_outcome or self._request.router.can_advance
+        return self._is_over() or self._router.can_advance
 
 
 class _Stragglers:

@@ -25,6 +25,7 @@ from bandmaster.contract import MORE_ITEMS, OPEN_ITEMS, Reply, WorkerCall
 from bandmaster.errors import CallCancelled, CallTimeout, ClosedError
 from bandmaster.errors.failure import Failure
 from bandmaster.flow.stream import Closing
+from bandmaster.platform.deadline import Deadline
 from bandmaster.requests.arguments import Arguments
 from bandmaster.requests.future import RequestFuture
 from bandmaster.requests.request import Request
@@ -33,12 +34,12 @@ T = TypeVar("T")
 
 
 class GeneratorRequest(Request):
-    """The request that runs the generator of a stream. It is done when that has ended, and its items are taken.
+    """The request that runs the generator of a stream. It is done when that has ended.
 
     Attributes:
         name: Name of the stream.
         items: The items that have come and were not taken; a failure is one that cannot be read here.
-        readers: As many as wait for an item.
+        readers: An entry for each thread or task that wants an item.
     """
 
     asks_for = OPEN_ITEMS
@@ -48,18 +49,33 @@ class GeneratorRequest(Request):
         self.name = name
         self.items: deque[Payload | Failure] = deque()
         self.readers: list[None] = []
+        self._n_come = 0
+        self._is_abandoned = False
 
     def on_item(self, item: Payload | Failure) -> None:
         """Take an item; the thread that has received it calls this, and holds a lock."""
+        if self._is_abandoned:
+            return
         self.items.append(item)
-        waiters, self.waiters = self.waiters, []  # who comes from here on sees the item
-        for tell in waiters:
-            tell(self)
+        self._n_come += 1
+        while self.waiters:  # always this list: another thread may be about to add one, and then looks at `has_news`
+            self.waiters.pop()(self)
 
     @property
-    def has_outcome(self) -> bool:
+    def has_news(self) -> bool:
         """Whether there is an item, or none follows."""
         return bool(self.items or self.is_done or self.done is not None)
+
+    def wait_for_news(self, timeout_s: float | None) -> bool:
+        """Wait until an item has come, which another thread may have taken, or none follows; False if it is late."""
+        n_before = self._n_come
+        return self._wait(Deadline(timeout_s), lambda: self.has_news or self._n_come != n_before)
+
+    def abandon(self) -> None:
+        """Cancel it, and drop its items."""
+        self._is_abandoned = True
+        self.items.clear()
+        self.cancel()
 
     def take(self) -> Payload | Failure | None:
         """Remove the next item; None if there is none. Any thread may call this."""
@@ -68,6 +84,12 @@ class GeneratorRequest(Request):
         except IndexError:
             return None
 
+    def check(self) -> None:
+        """Raise its error, if it has ended with one."""
+        self._conclude()
+        if self.done is not None and self.done.error is not None:
+            raise self.done.error
+
     def allow(self, limit: int) -> None:
         """Let the generator make so many items, with those that it has made."""
         parts = tuple(self.workers.put([encode(((0, self.name), (1, limit)))]))
@@ -75,14 +97,10 @@ class GeneratorRequest(Request):
             for rank in self.ranks:
                 self.workers.request(rank, [WorkerCall((rank,), MORE_ITEMS, parts, Reply.DROP)], list)
 
-    def _conclude(self) -> bool:
-        is_over = super().has_outcome  # first: all items have come by then
-        return bool(self.items) or not is_over or super()._conclude()
-
     @property
     def is_unread(self) -> bool:  # type: ignore[override]  # here it is computed
-        """Whether nobody waits for its next item, though it has not ended."""
-        return self.is_sent and not self.readers
+        """Whether it has made items, and nobody waits for the next one."""
+        return self._n_come > 0 and not self.readers
 
     def late(self, timeout_s: float) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``."""
@@ -93,24 +111,29 @@ class GeneratorRequest(Request):
         return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks(), what_next, what)
 
 
-class _News(RequestFuture[None]):
+class _NextItem(RequestFuture[None]):
     """The future of the next item of a stream, or of its end."""
+
+    _call: GeneratorRequest
 
     def wait(self) -> None:
         """Wait for it."""
         self._wait(None)
 
+    def _has_come(self, timeout_s: float | None) -> bool:
+        return self._call.wait_for_news(timeout_s)
+
     def __await__(self) -> Generator[Any, None, None]:
         """Wait for it in an event loop."""
-        return self._until_outcome()
+        return self._until_news()
 
 
 class RequestStream(Closing, Generic[T]):
     """The items of one request, in the order in which the method yields them, for ``for`` or ``async for``.
 
     At most ``maxsize`` items are made before they are taken, see `RequestMethod.options`. The stream ends, the
-    ``finally`` blocks of the method run, and its place on the replica becomes free: when the method has ended and its
-    items are taken; when it raises; when a wait for the next item takes longer than ``timeout``, or is cancelled; by
+    ``finally`` blocks of the method run, and its place on the replica becomes free: when the method has ended; when it
+    raises; when a wait for the next item takes longer than ``timeout``, or is cancelled; by
     `close`, the end of a ``with`` block, or when no variable refers to the stream any more.
 
     Raises:
@@ -127,17 +150,17 @@ class RequestStream(Closing, Generic[T]):
 
     def __init__(self, run: GeneratorRequest, most: int, group: object) -> None:
         self._run, self._most = run, most
-        self._news = _News(run, group)
+        self._next_item = _NextItem(run, group)
         self._n_taken, self._n_allowed = 0, most
         self._lock = threading.Lock()
-        super().__init__(run.site.method, run.workers, run.cancel)
+        super().__init__(run.site.method, run.workers, run.abandon)
 
     def __next__(self) -> T:
         item = None
         self._run.readers.append(None)
         try:
             while (item := self._next()) is None and self._is_open:
-                self._news.wait()
+                self._next_item.wait()
         except BaseException as error:
             self._close_after(error)
         finally:
@@ -151,7 +174,7 @@ class RequestStream(Closing, Generic[T]):
         self._run.readers.append(None)
         try:
             while (item := self._next()) is None and self._is_open:
-                await self._news
+                await self._next_item
         except BaseException as error:
             self._close_after(error)
         finally:
@@ -164,12 +187,11 @@ class RequestStream(Closing, Generic[T]):
         """Take the next item; None if there is none yet, or if the stream has ended."""
         run = self._run
         with self._lock:
-            done = run.done  # first: all items have come by then
+            is_over = run.has_outcome  # first: all items have come by then
             item = run.take() if self._is_open else None
             if item is None:
-                if self._is_open and done is not None:
-                    if done.error is not None:
-                        raise done.error
+                if self._is_open and is_over:
+                    run.check()
                     self._is_open = False
                 return None
             self._n_taken += 1
@@ -191,12 +213,7 @@ class RequestStream(Closing, Generic[T]):
     def _close_after(self, error: BaseException) -> None:
         """Close the stream, and raise an error; not one that says that another thread has closed it."""
         if isinstance(error, CallTimeout):
-            error.stream = self
+            error.stream, error.future = self, None
         if self._is_open or not isinstance(error, CallCancelled):
             self.close()
             raise error
-
-    def close(self) -> None:
-        """End the stream; the method runs its ``finally`` blocks. Closing twice is fine. Does not wait."""
-        super().close()
-        self._run.items.clear()

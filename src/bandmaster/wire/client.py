@@ -207,8 +207,9 @@ class Client:
             elif (ticket := requests.get(number)) is not None:
                 is_item, kind = kind >= _ITEM, kind & ~_ITEM
                 outcome = Payload(content) if kind == _VALUE else outcome_of(kind, content, receiver)
-                if is_item and ticket.on_item is not None:
-                    ticket.on_item(outcome)
+                if is_item:
+                    if ticket.on_item is not None:
+                        ticket.on_item(outcome)
                     continue
                 del requests[number]
                 if times is not None:

@@ -68,6 +68,7 @@ class Executor:
         begins_event_loop: Called before the event loop begins.
         own_methods: What is called in place of a method of the worker, with this, by the name that a call gives.
         generators: Those that have begun and not ended, by the name of their stream.
+        early_limits: The numbers of items that streams of requests may make, which have not begun here.
         worker: The user's object; None before it is constructed and after `close`.
     """
 
@@ -91,6 +92,7 @@ class Executor:
         self._awaited: Coroutine[Any, Any, Any] | None = None
         self._has_path = False  # whether a call was one of another worker, so that the path has to be set for each
         self.generators: dict[str, Any] = {}
+        self.early_limits: dict[str, int] = {}
 
     def prepare(self, context: WorkerContext) -> None:
         """Set the attributes that the worker has before its constructor runs."""
