@@ -251,13 +251,13 @@ class HostRanks:
     def _made(self, rank: int, number: int, item: Any) -> None:
         kind, content, large = _content_of(item, next(self._item_numbers) << 96 | number << 24 | rank)
         self._items.append(((rank,), reply_message(number, kind | ReplyKind.ITEM, content)[4:], large))
-        self._has_news()
+        self._tell_agent()
 
     def _is_done(self, rank: int, number: int) -> None:
         self._done.append((rank, number))
-        self._has_news()
+        self._tell_agent()
 
-    def _has_news(self) -> None:
+    def _tell_agent(self) -> None:
         if self.workers.arrivals is None:  # another thread has received the reply
             self._wake()
 
