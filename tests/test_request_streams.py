@@ -343,8 +343,8 @@ def test_a_call_of_all_ranks_waits_for_a_stream_that_goes_on(group):
 
 @pytest.mark.backends("local", "ray")
 def test_calls_behind_a_stream_do_not_hold_it_up(group, counts):
-    stream = group.count.options(replica=0, maxsize=2).stream(100)
-    calls = [group.take_counts.submit() for _ in range(5)]
+    stream = group.count.options(replica=0, maxsize=2, timeout=DEADLINE).stream(100)
+    calls = [group.take_counts.submit() for _ in range(300)]  # more than are sent before there are replies
     behind = group.count.options(replica=0).stream(3)
     assert list(stream) == list(range(100)) and list(behind) == [0, 1, 2]
     assert sum(call.result(DEADLINE)[0][2] for call in calls) == 1

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from bandmaster.codec import Payload, encode
-from bandmaster.contract import CLOSED, QUEUED, Kept, Signs, Ticket, WorkerCall
+from bandmaster.contract import CLOSED, MORE_ITEMS, QUEUED, Kept, Signs, Ticket, WorkerCall
 from bandmaster.errors import ClosedError, ResourceError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.limits import start_thread
@@ -181,6 +181,10 @@ class LaneClient(Client):
                 for segment in segments:
                     self._writer.lease(segment, rank)
                 message = control_message(MessageKind.REQUESTS, content)
+                if content[0][1][0] == MORE_ITEMS:  # calls in the queue wait for its stream
+                    with suppress(Closed, OSError):  # `_flush` meets it again
+                        self._lanes[rank].send(message, segments)
+                        continue
                 self._send_beside(rank, (message, segments, [ticket for _, ticket in some]))
 
     def _send_control(self, rank: int, message: bytes) -> None:
