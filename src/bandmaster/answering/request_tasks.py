@@ -62,9 +62,8 @@ class RequestTasks:
         executor.own_methods.update(OWN_METHODS)
         self._loop = executor.event_loop()
         self._n_started = self._n_ended = 0  # each is counted by one thread
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._running: dict[int, tuple[ReceivedRequest, float]] = {}  # and since when
-        self._allowing: dict[int, tuple[ReceivedRequest, float]] = {}  # those that allow items, which are not shown
+        self._tasks: dict[int, tuple[asyncio.Task[None], ReceivedRequest]] = {}
+        self._running: dict[int, tuple[str, float]] = {}  # the methods that are shown, and since when
         self._cancelled: set[int] = set()
 
     @property
@@ -90,15 +89,15 @@ class RequestTasks:
                 continue
             if request.method.startswith(CALLS_BACK):
                 request = request._replace(method=request.method.removeprefix(CALLS_BACK))
-            known = self._allowing if request.method == MORE_ITEMS else self._running
-            known[request.number] = request, monotonic()
+            if request.method != MORE_ITEMS:
+                self._running[request.number] = request.method, monotonic()
             # Were it made by `create_task`, the loop would count it, and look how it ends: as much work as the rest.
-            self._tasks[request.number] = asyncio.Task(self._run(request), loop=loop)
+            self._tasks[request.number] = asyncio.Task(self._run(request), loop=loop), request
         self._show()
 
     def _cancel(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            task = self._tasks.get(number)
+            task, _ = self._tasks.get(number, (None, None))
             if task is not None and number not in self._cancelled:
                 self._cancelled.add(number)
                 task.cancel()
@@ -116,7 +115,7 @@ class RequestTasks:
             decoded = ran = monotonic_ns() if begun else 0
             if method == OPEN_ITEMS:
                 call.request = value.method
-                self._running[request.number] = request._replace(method=value.method), monotonic()
+                self._running[request.number] = value.method, monotonic()
                 self._show()
                 give = None if request.reply == Reply.DROP else partial(self._made, request)
                 value = value.run(partial(executor.encoded, reply=Reply.RETURN), give)
@@ -138,8 +137,8 @@ class RequestTasks:
             self._end(number, None, None)
 
     def _end(self, number: int, outcome: Outcome, times: bytes | None) -> None:
-        del self._tasks[number]
-        request, _ = (self._running if number in self._running else self._allowing).pop(number)
+        _, request = self._tasks.pop(number)
+        self._running.pop(number, None)
         if number in self._cancelled:
             self._cancelled.remove(number)
             outcome = _CANCELLED
@@ -147,8 +146,7 @@ class RequestTasks:
 
     def numbers_of(self, caller: object) -> list[int]:
         """The requests of a caller that run; on the event loop."""
-        known = [*self._running.items(), *self._allowing.items()]
-        return [number for number, (request, _) in known if request.caller is caller]
+        return [number for number, (_, request) in self._tasks.items() if request.caller is caller]
 
     def count(self, n: int) -> None:
         """Count requests whose replies were sent, on the event loop."""
@@ -157,6 +155,5 @@ class RequestTasks:
         self._n_ended += n
 
     def _show(self) -> None:
-        first, since = next(iter(self._running.values()), (None, 0.0))
-        method = "" if first is None else first.method
+        method, since = next(iter(self._running.values()), ("", 0.0))
         self._executor.activity.show(method, since, max(0, len(self._running) - 1))

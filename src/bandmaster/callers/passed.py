@@ -12,9 +12,10 @@ import asyncio
 import itertools
 import os
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from bandmaster.answering.request_tasks import Outcome, ReceivedRequest, RequestTasks
 from bandmaster.callers.reached import FAR, READY, SHUT, Asked, closed
@@ -51,7 +52,9 @@ class PassedCalls(Executor):
     def begun(self, method: str, parts: Arguments, rows: RowReaders) -> tuple[Sequence[Any], dict[Any, Any], Any]:
         """Have the controller make a call; returns the coroutine that waits for its outcome."""
         assert not isinstance(parts, memoryview), "requests have parts"
-        return (), {}, _PassedStream(self, parts) if method == OPEN_ITEMS else self.outcome(method, parts)
+        if method == OPEN_ITEMS:  # in place of an `ItemStream`
+            return (), {}, SimpleNamespace(method=method, run=lambda _, give: self._outcome(method, parts, give))
+        return (), {}, self._outcome(method, parts)
 
     def encoded(self, value: Any, reply: int) -> Payload | Failure | None:
         """The outcome of a call as it has come."""
@@ -60,7 +63,7 @@ class PassedCalls(Executor):
 
     async def find(self, asked: Asked) -> tuple[str, Any]:
         """The workers on this host that have a rank, or else what the controller says; see `ControllersRelay.find`."""
-        found = await self.outcome(FIND, [encode(((0, asked),))])
+        found = await self._outcome(FIND, [encode(((0, asked),))])
         if not isinstance(found, Payload):
             return SHUT, _CLOSED
         answer, said = decode(found)
@@ -71,7 +74,7 @@ class PassedCalls(Executor):
             said = said._replace(secret=self._server.secret)
         return answer, said
 
-    async def outcome(self, method: str, parts: Sequence[Payload], give: Give | None = None) -> Outcome:
+    async def _outcome(self, method: str, parts: Sequence[Payload], give: Give | None = None) -> Outcome:
         """Have the controller make a call, and wait for its outcome.
 
         Args:
@@ -104,18 +107,6 @@ class PassedCalls(Executor):
                 give(payload)
             else:
                 waiting.set_result(decode(payload) if kind == ReplyKind.FAILURE and payload is not None else payload)
-
-
-class _PassedStream(NamedTuple):
-    """A stream of items that the controller passes on; see `bandmaster.answering.item_stream.ItemStream`."""
-
-    calls: PassedCalls
-    parts: Sequence[Payload]
-    method: str = OPEN_ITEMS
-
-    def run(self, _: object, give: Give) -> Coroutine[Any, Any, Outcome]:
-        """Hand over the items as they come."""
-        return self.calls.outcome(self.method, self.parts, give)
 
 
 class FarCalls:

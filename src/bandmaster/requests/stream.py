@@ -116,10 +116,6 @@ class _NextItem(RequestFuture[None]):
 
     _call: GeneratorRequest
 
-    def wait(self) -> None:
-        """Wait for it."""
-        self._wait(None)
-
     def _has_come(self, timeout_s: float | None) -> bool:
         return self._call.wait_for_news(timeout_s)
 
@@ -160,7 +156,7 @@ class RequestStream(Closing, Generic[T]):
         self._run.readers.append(None)
         try:
             while (item := self._next()) is None and self._is_open:
-                self._next_item.wait()
+                self._next_item._wait(None)
         except BaseException as error:
             self._close_after(error)
         finally:
