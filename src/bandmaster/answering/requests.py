@@ -274,9 +274,7 @@ class _Caller:
             self._queue()  # first: items come in their order
             self._unsent.append(partial(self._send_large, number, outcome, times, flags))
             self._send_rest()
-            if self._unsent and isinstance(
-                outcome, Payload | Rows
-            ):  # which may change, as the caller does not read now
+            if self._unsent and isinstance(outcome, Payload | Rows):  # it may change until the caller reads
                 self._unsent[-1] = partial(self._send_large, number, outcome.private(), times, flags)
 
     def _add(self, *reply: Any) -> None:
