@@ -613,8 +613,11 @@ class Program:
         self.calls.clear()
         gc.collect()  # maps that Ctrl-C has left, which the frames of its traceback refer to
         with suppress(WorldEnded):
-            is_over = lambda: len(world.tasks) == 1 and not any(rank.is_alive for rank in ranks)  # noqa: E731
-            sync._block(is_over, SETTLED_S, "the end of threads")
+            sync._block(
+                lambda: len(world.tasks) == 1 and not any(rank.is_alive for rank in ranks),
+                SETTLED_S,
+                "the end of threads",
+            )
         world.check(len(world.tasks) == 1, "threads are left", world.tasks)
         gc.collect()
         world.check(not world.files, "descriptors are left", world.files)

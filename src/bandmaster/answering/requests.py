@@ -26,21 +26,19 @@ from queue import SimpleQueue
 from typing import Any
 
 from bandmaster.answering.request_tasks import Outcome, ReceivedRequest, RequestTasks
-from bandmaster.codec import Payload, encode
+from bandmaster.codec import Payload
 from bandmaster.contract import CALLS_BACK, MORE_ITEMS, Rows
-from bandmaster.errors.failure import Failure
 from bandmaster.wire.lane import TELL_S, Lane
 from bandmaster.wire.messages import (
-    INLINE_NBYTES,
     Closed,
     MessageKind,
     ReplyKind,
     SmallReply,
     as_fit,
     header_of,
-    inline,
     read_content,
     reply_message,
+    small_reply,
 )
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.loop import claimed, new_reports, reply
@@ -261,15 +259,8 @@ class _Caller:
             times: The times of a request that was timed.
             flags: `ReplyKind.ITEM` for an item.
         """
-        if isinstance(outcome, Payload) and outcome.nbytes <= INLINE_NBYTES:
-            if outcome.buffers:
-                self._add(number, ReplyKind.PART | flags, inline(outcome), times)
-            else:
-                self._add(number, ReplyKind.VALUE | flags, outcome.head, times)
-        elif outcome is None:
-            self._add(number, ReplyKind.NOTHING, None, times)
-        elif isinstance(outcome, Failure) and (encoded := encode(outcome)).nbytes <= INLINE_NBYTES:
-            self._add(number, ReplyKind.FAILURE, inline(encoded), times)
+        if (small := small_reply(outcome)) is not None:
+            self._add(number, small[0] | flags, small[1], times)
         else:
             self._queue()  # first: items come in their order
             self._unsent.append(partial(self._send_large, number, outcome, times, flags))

@@ -24,7 +24,6 @@ from bandmaster.hosts.link import Link, Message
 from bandmaster.hosts.rows import PendingFetch, RowStore
 from bandmaster.wire.client import RequestTicket
 from bandmaster.wire.messages import (
-    INLINE_NBYTES,
     CallContent,
     MessageKind,
     ReplyKind,
@@ -33,6 +32,7 @@ from bandmaster.wire.messages import (
     read_content,
     read_small_call,
     reply_message,
+    small_reply,
 )
 
 PATIENCE_S = 0.002  # for the other replies of this host to a call, which then come in one message
@@ -238,12 +238,12 @@ class HostRanks:
 
     def _watch_all(self, rank: int, numbers: Sequence[int], tickets: Sequence[Ticket]) -> None:
         for number, ticket in zip(numbers, tickets, strict=True):
+            ticket.on_item = partial(self._made, rank, number)
             self._watch(rank, number, ticket)
 
     def _watch(self, rank: int, number: int, ticket: Any) -> None:
         """Note a ticket, and have its reply sent when it is there."""
         self._open[rank][number] = ticket
-        ticket.on_item = partial(self._made, rank, number)
         ticket.on_done = partial(self._is_done, rank, number)
         if ticket.is_done:
             self._done.append((rank, number))
@@ -407,14 +407,11 @@ def _read(content: CallContent, message: Message) -> tuple[WorkerCall, Sequence[
 
 def _content_of(outcome: Payload | Failure | None, name: int) -> tuple[int, Any, Mapping[int, Payload]]:
     """The kind and content of a reply, and the large payload that it names; no other reply has the name."""
-    if outcome is None:
-        return ReplyKind.NOTHING, None, {}
+    if (small := small_reply(outcome)) is not None:
+        return *small, {}
     if isinstance(outcome, Failure):
         return ReplyKind.FAILURE, inline(encode(outcome)), {}
-    if not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
-        return ReplyKind.VALUE, bytes(outcome.head), {}
-    if outcome.nbytes <= INLINE_NBYTES:
-        return ReplyKind.PART, inline(outcome), {}
+    assert outcome is not None, "it would be small"
     return ReplyKind.PART, name, {name: outcome}
 
 

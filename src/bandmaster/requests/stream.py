@@ -64,7 +64,7 @@ class GeneratorRequest(Request):
     @property
     def has_news(self) -> bool:
         """Whether there is an item, or none follows."""
-        return bool(self.items or self.is_done or self.done is not None)
+        return bool(self.items) or self.has_outcome
 
     def wait_for_news(self, timeout_s: float | None) -> bool:
         """Wait until an item has come, which another thread may have taken, or none follows; False if it is late."""

@@ -22,7 +22,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from bandmaster.codec import Payload, decode
+from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import TIMES, Kept, RowFacts
 from bandmaster.errors.failure import Failure, FailureKind
 
@@ -158,6 +158,19 @@ def reply_message(number: int, kind: int, content: Any, times: bytes | None = No
     if times is None:
         return _START.pack(0, kind, number) + said
     return _START.pack(0, kind | ReplyKind.TIMED, number) + said + times
+
+
+def small_reply(outcome: Any) -> tuple[int, Any] | None:
+    """The kind and content of the reply with an outcome that needs no segment or chunks; None for any other one."""
+    if outcome is None:
+        return ReplyKind.NOTHING, None
+    is_failure = isinstance(outcome, Failure)
+    payload = encode(outcome) if is_failure else outcome
+    if not isinstance(payload, Payload) or payload.nbytes > INLINE_NBYTES:
+        return None
+    if is_failure:
+        return ReplyKind.FAILURE, inline(payload)
+    return (ReplyKind.PART, inline(payload)) if payload.buffers else (ReplyKind.VALUE, bytes(payload.head))
 
 
 def as_fit(items: Sequence[T], nbytes_of: Callable[[T], int]) -> Iterator[Sequence[T]]:
