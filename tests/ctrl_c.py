@@ -1,5 +1,6 @@
 """Ctrl-C at chosen steps of the library."""
 
+import gc
 import signal
 import sys
 
@@ -7,7 +8,8 @@ import sys
 def pressed(call, n, again=0):
     """Call a function, and press Ctrl-C at the n-th entry or exit of one of the library's; whether there was one.
 
-    Press it once more as many steps later as ``again`` says.
+    Press it once more as many steps later as ``again`` says. It does not come as garbage is collected, where Python
+    ignores it.
     """
 
     def press(frame, kind, what):
@@ -20,6 +22,7 @@ def pressed(call, n, again=0):
                 sys.setprofile(None)
             signal.raise_signal(signal.SIGINT)
 
+    gc.disable()
     try:
         sys.setprofile(press)
         call()
@@ -27,4 +30,5 @@ def pressed(call, n, again=0):
         return True
     finally:
         sys.setprofile(None)
+        gc.enable()
     return n <= 0

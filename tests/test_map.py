@@ -613,6 +613,7 @@ def check_that_none_runs_on(group):
     end = time.monotonic() + DEADLINE
     while n_inside := group.n_inside().result(DEADLINE):
         assert time.monotonic() < end, f"{n_inside} run on"
+        gc.collect()  # what the traceback of Ctrl-C keeps
 
 
 @pytest.mark.backends("inprocess")
@@ -627,6 +628,20 @@ def test_a_map_that_is_dropped_ends_though_ctrl_c_has_come_as_it_was_closed(back
             if not was_pressed:
                 break
         assert n > 5
+
+
+@pytest.mark.backends("inprocess")
+def test_a_map_ends_though_ctrl_c_keeps_it_from_the_user(backend, tmp_path):
+    with bm.ResourcePool([1], backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Rows)
+        for n in range(1, 1000):
+            made = []  # outside, as Python ignores Ctrl-C as the last reference ends
+            was_pressed = pressed(lambda: made.append(group.hold.map([0, 1], str(tmp_path / "never"), maxsize=2)), n)  # noqa: B023
+            made.clear()
+            check_that_none_runs_on(group)
+            if not was_pressed:
+                break
+        assert 5 < n < 999
 
 
 @pytest.mark.backends("inprocess")

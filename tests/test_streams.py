@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from clock import idle_time
+from ctrl_c import pressed
 
 import bandmaster as bm
 from bandmaster import Concat, Dispatch, Mesh, Reduce, Split, TransferProtocol, register
@@ -88,6 +89,7 @@ class Rows(bm.Worker):
     @register(Dispatch.DP_PROTO)
     def endless(self, rows):
         number = 0
+        self.log = ["begun"]
         try:
             while True:
                 yield number
@@ -319,6 +321,23 @@ def test_an_abandoned_stream_ends_its_generators(three):
     deadline = idle_time() + 30
     while three.logged() != [["ended"]] * 3:
         assert idle_time() < deadline
+
+
+@pytest.mark.backends("inprocess")
+def test_a_stream_ends_its_generators_though_ctrl_c_keeps_it_from_the_user(backend):
+    with bm.ResourcePool([1], backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Rows)
+        for n in range(1, 2000):
+            made = []  # outside, as Python ignores Ctrl-C as the last reference ends
+            was_pressed = pressed(lambda: made.append(group.endless.stream([1])), n)  # noqa: B023
+            made.clear()
+            deadline = idle_time() + 30
+            while ["begun"] in group.logged():
+                assert idle_time() < deadline, n
+                gc.collect()  # what the traceback of Ctrl-C keeps
+            if not was_pressed:
+                break
+        assert 5 < n < 1999
 
 
 def test_a_generator_that_raises(three):

@@ -398,9 +398,8 @@ class Items(Values):
         self._rows, found, self._stream = plan.real_rows, self._shares(plan), uuid.uuid4().hex
         name = ((STREAM, self._stream), (METHOD, self._submitter.prefix + self._spec.name))
         named = CallPlan((*plan.groups, ArgumentGroup(name, ("stream", "method"), self._spec.ranks)))
-        futures = self._call(found, OPEN_STREAM, named)
-        self._unclosed = frozenset(found)
-        return futures
+        self._unclosed = frozenset(found)  # first, as Ctrl-C may come when they have begun
+        return self._call(found, OPEN_STREAM, named)
 
     def _call(self, found: Sequence[Share], what: str, plan: CallPlan | None = None) -> dict[Share, Future[Any]]:
         if plan is None:

@@ -103,8 +103,9 @@ class GroupMethod(AnyMethod, Generic[P, C, G]):
 
         kind = Items if self._spec.is_generator else Values
         feed = kind(self._group, self._submitter, self._spec, self._options, self._how)
+        stream = Stream(feed)  # first: if Ctrl-C comes before the user has it, its end ends what was sent
         feed.start(plan, parents)
-        return Stream(feed)
+        return stream
 
     def _plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
         """Plan the arguments; the rows of futures among them are there."""

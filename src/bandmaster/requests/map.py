@@ -190,12 +190,17 @@ class MapFeed(Feed):
             arguments = Arguments.of(to_ranks(self._parts.of(number), ()), label).beside(self._whole)
             request = Request(self._each, arguments, self._router, keeps_rows=self.how.chunk is not None)
             request.tell_map = self.note
-            if not self._router.put(request, self._target):
+            future: Future[Any] = Future(request, self._group)
+            future.numbers = self._parts.rows_of(number)
+            self._open[request] = future, time.monotonic()  # first: the end of the map ends what Ctrl-C has left of it
+            try:
+                is_chosen = self._router.put(request, self._target)
+            except Exception:
+                del self._open[request]
+                raise
+            if not is_chosen:
                 self._look_soon()  # it may wait behind others that have to wait longer
         self._n_sent += 1
-        future: Future[Any] = Future(request, self._group)
-        future.numbers = self._parts.rows_of(number)
-        self._open[request] = future, time.monotonic()
         return future
 
     def _flush(self) -> None:
@@ -347,5 +352,6 @@ def open_map(feed: MapFeed, spec: MethodSpec, arguments: Sequence[BoundArgument]
     given = [argument._replace(value=as_it_is(argument.value, argument.name, spec.label)) for argument in arguments]
     feed.claims = claims_of(futures, {})
     plan = partial(plan_parts, given, spec.registration.arguments, spec.label, feed.how)
+    mapped = Mapped(feed)  # first: if Ctrl-C comes before the user has it, its end ends what was sent
     feed.start(plan, [future for future in futures if not future.done()])
-    return Mapped(feed)
+    return mapped
