@@ -596,9 +596,10 @@ class Program:
             with self.group.turn() if self.turns is not None else nullcontext():
                 self.group.work(next(self.tokens))
         sync.sleep(SETTLED_S / 10)  # in which threads end, which refer to what they have looked at last
-        while gc.collect():  # again, as the end of claims may refer to what is collected with them
-            pass
-        sync.sleep(SETTLED_S / 10)
+        for _ in range(2):  # streams that Ctrl-C has left are closed by a thread, which refers to them meanwhile
+            while gc.collect():  # again, as the end of claims may refer to what is collected with them
+                pass
+            sync.sleep(SETTLED_S / 10)
         writer = self.group._ownership.workers()._writer
         self.world.check(not writer.has_leases, "leases of ranks are left", writer._segments)
         for rank in ranks:
