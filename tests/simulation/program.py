@@ -452,8 +452,8 @@ class Program:
     def judge(self, sent: Sent, outcome: Any) -> None:
         """Check the outcome of a call."""
         world, hows = self.world, sent.hows
-        if isinstance(outcome, bm.RowsLost) and sent.may_be_released:
-            return  # it may have had its rows before
+        if world.current.is_killed or (isinstance(outcome, bm.RowsLost) and sent.may_be_released):
+            return  # it was a worker's that has ended; or it may have had its rows before
         if sent.outcome is not None and type(sent.outcome) is not type(outcome):
             world.fail(f"call {sent.token} has had another outcome: {sent.outcome!r}, now {outcome!r}")
         sent.outcome = outcome
