@@ -30,6 +30,9 @@ from bandmaster.worker import WorkerContext
 
 CLOSED = "the group was closed"
 NOT_STARTED = "the group could not be started"
+NOT_CONSTRUCTED = (
+    "this worker is being replaced, and is not constructed yet; make the call again when replace() is over"
+)
 QUEUED = "(this rank has not begun the call yet)\n"
 START_ADVICE = (
     "the workers that were starting have been ended; give them longer with start_timeout, or find out what takes "

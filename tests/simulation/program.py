@@ -18,7 +18,7 @@ import numpy as np
 
 import bandmaster as bm
 from bandmaster.calls import progress as progress_module
-from bandmaster.worker_process.executor import NOT_CONSTRUCTED
+from bandmaster.contract import NOT_CONSTRUCTED
 from simulation import callers, faults, maps, rows, sync, turns, waits
 from simulation import world as worlds
 from simulation.drawn import LATE_S, Kind, Raised, Sent, share_of

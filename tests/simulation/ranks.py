@@ -22,6 +22,7 @@ from bandmaster.contract import (
     CONSTRUCT,
     MORE_ITEMS,
     NEXT,
+    NOT_CONSTRUCTED,
     OPEN_STREAM,
     STREAM,
     Rows,
@@ -44,7 +45,7 @@ from bandmaster.wire.segment_reader import NO_ROWS, kept_name
 from bandmaster.wire.segments import SegmentWriter
 from bandmaster.wire.status_page import N_SLOTS, Interrupted
 from bandmaster.worker import Report
-from bandmaster.worker_process.executor import END, NOT_CONSTRUCTED, Executor
+from bandmaster.worker_process.executor import END, Executor
 from bandmaster.worker_process.loop import claimed, reply
 from simulation import turns
 from simulation.drawn import Raised, made_ids, passed_on, width_of

@@ -19,7 +19,7 @@ from socket import gethostname
 from typing import Any, NamedTuple, NoReturn
 
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, Kept, Ticket, WorkerCall, WorkerRecord
+from bandmaster.contract import CLOSED, NOT_CONSTRUCTED, Kept, Ticket, WorkerCall, WorkerRecord
 from bandmaster.errors import ClosedError, ResourceError, UsageError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.handshake import Refused, Secret
@@ -40,6 +40,7 @@ ANSWER_NBYTES = 64 * 1024
 # The answers of a door: with a process, a `FarPlace`, a failure, and reasons; or that there is none yet.
 READY, FAR, DIED, SHUT, MOVED, NOTHING = "ready", "far", "died", "shut", "moved", "nothing"
 WAIT = "wait"  # the rank lives, and has much to do: another answer follows
+REPLACED = "its process has ended, or was replaced"
 ELSEWHERE = "its group was restarted on other hosts"
 
 
@@ -273,7 +274,7 @@ class ReachedWorkers(LaneClient):
             wait_s = SETTLE_S if failure is None else 0.0
             sock, answer, said = self._ask(rank, self._process[rank], wait_s)
             if answer in (READY, FAR, NOTHING):
-                self._fail(rank, failure or Failure(FailureKind.DIED, "its process has ended, or was replaced"))
+                self._fail(rank, failure or Failure(FailureKind.DIED, REPLACED))
             self._enter(rank, sock, answer, said)
         finally:
             self._is_asking = False
@@ -336,6 +337,8 @@ class FarRanks(AgentWorkers):
     def _finish(self, ticket: MessageTicket, outcome: Any) -> None:
         if type(outcome) is Failure and (outcome.summary == CLOSED or isinstance(outcome.exception, ClosedError)):
             outcome = closed(f"group {self._owner.name!r} was closed; its workers cannot be called any more")
+        elif type(outcome) is Failure and NOT_CONSTRUCTED in outcome.summary:  # sent before the death was known here
+            outcome, ticket.is_dropped = Failure(FailureKind.DIED, REPLACED), True
         super()._finish(ticket, outcome)
 
     def take_deaths(self, deaths: Mapping[int, Failure]) -> None:

@@ -26,6 +26,7 @@ from bandmaster.contract import (
     KEPT_FROM_NBYTES,
     METHOD,
     NEXT,
+    NOT_CONSTRUCTED,
     OPEN_STREAM,
     PRELOAD,
     RUN,
@@ -49,9 +50,6 @@ from bandmaster.worker_process.kept_rows import with_rows
 END = object()  # in place of an item: the generator has none any more
 Arguments = Sequence[Payload] | memoryview  # encoded; a memoryview if they are a single pickle stream without buffers
 Hook = Callable[[Any, str, Sequence[Any], dict[Any, Any]], object]  # worker, name of the method, its arguments
-NOT_CONSTRUCTED = (
-    "this worker is being replaced, and is not constructed yet; make the call again when replace() is over"
-)
 
 
 class Executor:
