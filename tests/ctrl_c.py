@@ -3,19 +3,23 @@
 import gc
 import signal
 import sys
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
+from threading import Condition
 
 
 def pressed(call, n, again=0):
     """Call a function, and press Ctrl-C at the n-th entry or exit of one of the library's; whether there was one.
 
-    Press it once more as many steps later as ``again`` says. It does not come as garbage is collected, where Python
-    ignores it.
+    The end of a block under a condition is such an exit, too. Press it once more as many steps later as ``again`` says.
+    It does not come as garbage is collected, where Python ignores it.
     """
 
     def press(frame, kind, what):
         nonlocal n, again
+        is_end = kind == "return" and frame.f_code is Condition.__exit__.__code__
         is_ours = frame.f_globals.get("__name__", "").startswith("bandmaster")
-        n -= is_ours and kind in ("call", "return") and frame.f_code.co_name[0] != "<"  # generators lose it as they end
+        is_plain = not frame.f_code.co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR)  # others lose it here
+        n -= is_end or (is_ours and is_plain and kind in ("call", "return"))
         if n == 0:
             n, again = again, 0
             if n == 0:

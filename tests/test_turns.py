@@ -12,6 +12,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from ctrl_c import pressed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -252,6 +253,38 @@ def test_the_turn_ends_with_an_exception(actor, critic):
         raise KeyError
     with critic.turn(timeout=DEADLINE_S):
         assert critic.run([1]) == [2]
+
+
+@pytest.mark.backends("inprocess")
+def test_ctrl_c_as_a_turn_begins_leaves_it_to_others(actor, critic):
+    kept = []
+    for n in range(1, 2000):
+        turn = actor.turn()
+        was_pressed = pressed(turn.__enter__, n)
+        if not was_pressed:
+            turn.__exit__()
+            break
+        try:
+            with critic.turn():
+                assert critic.run([1]) == [2]
+        except bm.UsageError:  # this thread has the turn
+            kept.append(n)
+            turn.__exit__()
+            with critic.turn():
+                pass
+    assert kept == [n - 1], "the last step, at which the turn has begun; a with statement takes no notice of Ctrl-C there"
+
+
+@pytest.mark.backends("inprocess")
+def test_a_turn_begins_though_ctrl_c_has_come_as_a_call_was_sent(actor, critic):
+    for n in range(1, 2000):
+        with actor.turn():
+            was_pressed = pressed(lambda: actor.run([1]), n)
+        with critic.turn(timeout=DEADLINE_S):
+            assert critic.run([1]) == [2]
+        if not was_pressed:
+            break
+    assert 5 < n < 1999
 
 
 @pytest.mark.backends("inprocess", "local")

@@ -43,7 +43,7 @@ class Claim:
         self.end: Callable[[], object] = bool
 
     def __del__(self) -> None:
-        self.end()
+        getattr(self, "end", bool)()  # there is none if Ctrl-C has come before it was constructed
 
 
 RELEASED = Claim()  # that of a future whose rows were released: to release them again does nothing

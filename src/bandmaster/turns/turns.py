@@ -96,11 +96,16 @@ class Turn:
 
     def __enter__(self) -> None:
         self._ask(blocks_thread=True)
-        self._enter()
+        try:
+            self._enter()
+        except BaseException:  # Ctrl-C may come as it has entered
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
         with _changed:
-            _entered.remove(self)
+            if self in _entered:
+                _entered.remove(self)
             _changed.notify_all()
 
     async def __aenter__(self) -> None:
@@ -132,8 +137,8 @@ class Turn:
 
     def _enter(self) -> None:
         """Wait for the turn, and make all rivals yield and its groups resume. After a failure it is left."""
-        self._acquire()
         try:
+            self._acquire()
             if not self.has_begun:
                 for rival in self._rivals():
                     rival.give_way(self._deadline)
@@ -335,16 +340,18 @@ class TurnTaker(Gate):
             UsageError: A rival has its turn, or the group has yielded.
         """
         self.ownership.check()
-        with _changed:
-            why = self._refusal()
-            if why is not None:
-                raise UsageError(f"cannot call {label}: {why}; call it in its own turn: with group.turn(): ...")
-            self._n_sending += 1
+        n = 0
         try:
+            with _changed:
+                why = self._refusal()
+                if why is not None:
+                    raise UsageError(f"cannot call {label}: {why}; call it in its own turn: with group.turn(): ...")
+                n = 1
+                self._n_sending += n
             yield
         finally:
             with _changed:
-                self._n_sending -= 1
+                self._n_sending -= n
                 _changed.notify_all()
 
     def _refusal(self) -> str | None:
@@ -420,19 +427,20 @@ class TurnTaker(Gate):
     @contextlib.contextmanager
     def _moving(self, deadline: Deadline) -> Iterator[None]:
         """Let one thread at a time make the group yield or resume; two groups without common slots may both want to."""
-        with _changed:
-            if not _changed.wait_for(lambda: not (self._n_sending or self._is_moving), deadline.left()):
-                raise TurnTimeout(
-                    f"group {self.name!r} did not yield its slots in time: its calls were being sent, or another turn "
-                    "made it yield or resume; give turn() a larger timeout"
-                )
-            self._is_moving = True
+        is_mine = False
         try:
+            with _changed:
+                if not _changed.wait_for(lambda: not (self._n_sending or self._is_moving), deadline.left()):
+                    raise TurnTimeout(
+                        f"group {self.name!r} did not yield its slots in time: its calls were being sent, or another "
+                        "turn made it yield or resume; give turn() a larger timeout"
+                    )
+                self._is_moving = is_mine = True
             self._settle(deadline)
             yield
         finally:
             with _changed:
-                self._is_moving = False
+                self._is_moving = self._is_moving and not is_mine
                 _changed.notify_all()
 
     def _move(self, state: _State, hook: str, deadline: Deadline, but: int | None = None) -> None:
