@@ -272,7 +272,7 @@ def test_ctrl_c_as_a_turn_begins_leaves_it_to_others(actor, critic):
             turn.__exit__()
             with critic.turn():
                 pass
-    assert kept == [n - 1], "the last step, at which the turn has begun; a with statement takes no notice of Ctrl-C there"
+    assert kept == [n - 1], "when it has begun, where a with statement takes no notice of Ctrl-C"
 
 
 @pytest.mark.backends("inprocess")
