@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import torch
 from clock import idle_time
+from ctrl_c import pressed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -661,6 +662,24 @@ def test_callbacks_of_a_call_behind_one_that_waits_for_rows(two, three, gate):
     gate.touch()
     assert called.wait(20)
     assert behind[-1].result() == [0, 1, 2]
+
+
+@pytest.mark.backends("local")  # in process, a rank runs the method where Ctrl-C comes
+def test_ctrl_c_in_a_call_leaves_those_before_it_that_wait_for_rows(two, three, tmp_path):
+    n, n_over = 0, 0
+    while n_over < 3 and n < 2000:  # the thread of callbacks may send them, too, so that there are fewer steps
+        n += 23  # not at each step, for the sake of time
+        gate, called = tmp_path / str(n), threading.Event()
+        rows = two.make_when.submit(np.arange(5), str(gate))
+        before = three.echo.submit(rows)
+        before.add_done_callback(lambda _: called.set())  # noqa: B023
+        gate.touch()
+        n_over = 0 if pressed(three.everywhere, n) else n_over + 1
+        assert called.wait(20)
+        error = before.exception()
+        assert error is None or (isinstance(error, bm.CallCancelled) and "was interrupted" in str(error)), n
+        assert three.everywhere() == [0, 1, 2]
+    assert n > 50
 
 
 @without_waiting

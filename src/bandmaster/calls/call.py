@@ -137,15 +137,19 @@ class Call(RowsResult):
         """Whether it was sent."""
         return self.request is None
 
-    def begin(self) -> None:
-        """Send it. An error is raised, and becomes the call's; ranks that have the call already are interrupted."""
+    def begin(self, errors: type[BaseException] = BaseException) -> None:
+        """Send it. An error is raised, and becomes the call's; ranks that have the call already are interrupted.
+
+        Args:
+            errors: The errors that become the call's. After others, such as Ctrl-C, it can be sent again.
+        """
         request = self.request
         if request is None:  # it was cancelled
             return
         assert self._send is not None, "a call that is made as sent has no request"
         try:
             self._send(self, request)
-        except BaseException as error:
+        except errors as error:
             self.fail(error)
             raise
         finally:
@@ -170,7 +174,7 @@ class Call(RowsResult):
             if not wait_for_all(self.parents, Deadline(0.0)):
                 return False
             with contextlib.suppress(Exception):  # it is the error of the call
-                self.begin()
+                self.begin(Exception)
         return True
 
     def wait_until_sent(self, timeout_s: float | None) -> bool:

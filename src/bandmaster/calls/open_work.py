@@ -66,6 +66,9 @@ class Waiting(Protocol):
     def tell(self) -> None:
         """Run its callbacks if it is done. The lock is not held."""
 
+    def drive_in_background(self) -> None:
+        """Have its callbacks run, and ensure that it ends, though no thread waits for it."""
+
     def give_up(self, why: BaseException) -> object:
         """Do not send it, for a reason."""
 
@@ -199,17 +202,28 @@ class OpenWork:
         if not self.waiting:
             return
         gone: list[Waiting] = []
+        interrupt = None
         with _LOCK:
             if self._is_advancing:  # by this thread: reading the rows of a call has come back here
                 return
             self._is_advancing = True
             try:
-                while self.waiting and self.waiting[0].advance():
-                    gone.append(self.waiting.popleft())
+                while self.waiting:
+                    try:
+                        if not self.waiting[0].advance():
+                            break
+                        gone.append(self.waiting[0])
+                        self.waiting.popleft()
+                    except KeyboardInterrupt as error:  # these may be calls of other threads, which would wait for ever
+                        interrupt = error
             finally:
                 self._is_advancing = False
         for call in gone:  # not under the lock, as it may run callbacks
             call.tell()
+        if interrupt is not None:
+            for call in gone:
+                call.drive_in_background()
+            raise interrupt
 
     def wait_until_sent(self, deadline: Deadline = FOREVER) -> None:
         """Wait until all submitted calls are sent, or never will be. Raises `CallTimeout` if one took too long."""
