@@ -115,6 +115,8 @@ def main():
         soak.run_local(options.minutes * 60 - ray_s)
         if ray_s:
             soak.run_ray(ray_s)
+        if told := bm.stalls():  # no wait is long enough to be told of
+            raise Wrong("\n".join(stall.text for stall in told))
     except (Exception, LeakError) as error:
         traceback.print_exc()
         soak.watchdog.tell(f"{type(error).__name__} with seed {options.seed}")
