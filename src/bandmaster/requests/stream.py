@@ -50,11 +50,10 @@ class GeneratorRequest(Request):
         self.items: deque[Payload | Failure] = deque()
         self.readers: list[None] = []
         self._n_come = 0
-        self._is_abandoned = False
 
     def on_item(self, item: Payload | Failure) -> None:
         """Take an item; the thread that has received it calls this, and holds a lock."""
-        if self._is_abandoned:
+        if self.is_cancelled:
             return
         self.items.append(item)
         self._n_come += 1
@@ -73,9 +72,8 @@ class GeneratorRequest(Request):
 
     def abandon(self) -> None:
         """Cancel it, and drop its items."""
-        self._is_abandoned = True
-        self.items.clear()
         self.cancel()
+        self.items.clear()
 
     def take(self) -> Payload | Failure | None:
         """Remove the next item; None if there is none. Any thread may call this."""
