@@ -674,10 +674,10 @@ def test_ctrl_c_in_a_call_leaves_those_before_it_that_wait_for_rows(two, three, 
         before = three.echo.submit(rows)
         before.add_done_callback(lambda _: called.set())  # noqa: B023
         gate.touch()
-        n_over = 0 if pressed(three.everywhere, n) else n_over + 1
+        n_over = 0 if pressed(three.everywhere, n, again=n % 2 * 7) else n_over + 1
         assert called.wait(20)
         error = before.exception()
-        assert error is None or (isinstance(error, bm.CallCancelled) and "was interrupted" in str(error)), n
+        assert error is None or isinstance(error, bm.CallCancelled), n
         assert three.everywhere() == [0, 1, 2]
     assert n > 50
 

@@ -215,6 +215,8 @@ class OpenWork:
                         gone.append(self.waiting[0])
                         self.waiting.popleft()
                     except KeyboardInterrupt as error:  # these may be calls of other threads, which would wait for ever
+                        if interrupt is not None and self.waiting:  # the second time: it takes too long
+                            self.waiting[0].cancel()
                         interrupt = error
             finally:
                 self._is_advancing = False
