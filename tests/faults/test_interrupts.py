@@ -649,6 +649,8 @@ class Held:
 
     def tell(self): ...
 
+    def drive_in_background(self): ...
+
 
 @pytest.mark.backends("inprocess")
 @pytest.mark.parametrize("kind", ["stream", "map"])
