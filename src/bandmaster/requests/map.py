@@ -236,7 +236,8 @@ class MapFeed(Feed):
             with self._looking:  # and not `lock`: other calls may begin now
                 self._router.advance()
                 with self.lock:
-                    done = [*self._taken(), *self._late()]
+                    ended = [*self._taken(), *self._late()]
+                    done = [one for one in ended if one in self._running]  # else Ctrl-C came as it was sent
                 self.parts_done(done)
         except Exception as error:
             self.give_up(error)

@@ -340,18 +340,19 @@ class TurnTaker(Gate):
             UsageError: A rival has its turn, or the group has yielded.
         """
         self.ownership.check()
-        n = 0
+        is_counted = False
         try:
             with _changed:
                 why = self._refusal()
                 if why is not None:
                     raise UsageError(f"cannot call {label}: {why}; call it in its own turn: with group.turn(): ...")
-                n = 1
-                self._n_sending += n
+                self._n_sending += 1
+                is_counted = True
             yield
         finally:
             with _changed:
-                self._n_sending -= n
+                if is_counted:
+                    self._n_sending -= 1
                 _changed.notify_all()
 
     def _refusal(self) -> str | None:
@@ -440,7 +441,8 @@ class TurnTaker(Gate):
             yield
         finally:
             with _changed:
-                self._is_moving = self._is_moving and not is_mine
+                if is_mine:
+                    self._is_moving = False
                 _changed.notify_all()
 
     def _move(self, state: _State, hook: str, deadline: Deadline, but: int | None = None) -> None:
