@@ -236,13 +236,8 @@ class InProcessWorkers:
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
         """Wait for requests: a call has run by the time it is sent."""
-
-        def are_done() -> bool:
-            return all(ticket.is_done for ticket in tickets)
-
-        if not are_done():  # else no lock is held, as a signal handler may call, too
-            with self._news:
-                self._news.wait_for(are_done, timeout_s)
+        with self._news:
+            self._news.wait_for(lambda: all(ticket.is_done for ticket in tickets), timeout_s)
         return [ticket for ticket in tickets if ticket.is_done]
 
     def fetch(self, ticket: Ticket) -> Payload | Kept | Failure | None:
