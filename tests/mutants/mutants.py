@@ -394,13 +394,15 @@ MUTANTS = [
         "            with self._looking:  # and not `lock`: other calls may begin now\n"
         "                self._router.advance()\n"
         "                with self.lock:\n"
-        "                    ended = [*self._taken(), *self._late()]\n",
+        "                    ended = [*self._taken(), *self._late()]\n"
+        "                    done = [one for one in ended if one in self._running]  # else Ctrl-C came as it was sent\n",
         "        try:\n"
         "            with self._looking:  # and not `lock`: other calls may begin now\n"
         "                self._router.advance()\n"
         "                with self.lock:\n"
         "                    ended = [*self._taken(), *self._late()]\n"
-        "                    self._is_noted = False\n",
+        "                    done = [one for one in ended if one in self._running]  # else Ctrl-C came as it was sent\n"
+        "                self._is_noted = False\n",
         "A request of a map that ends as the map is looked at is not noted.",
     ),
     Mutant(
