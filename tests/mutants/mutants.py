@@ -395,13 +395,13 @@ MUTANTS = [
         "                self._router.advance()\n"
         "                with self.lock:\n"
         "                    ended = [*self._taken(), *self._late()]\n"
-        "                    done = [one for one in ended if one in self._running]  # else Ctrl-C came as it was sent\n",
+        "                    done = [one for one in ended if one in self._running]  # else Ctrl-C came\n",
         "        try:\n"
         "            with self._looking:  # and not `lock`: other calls may begin now\n"
         "                self._router.advance()\n"
         "                with self.lock:\n"
         "                    ended = [*self._taken(), *self._late()]\n"
-        "                    done = [one for one in ended if one in self._running]  # else Ctrl-C came as it was sent\n"
+        "                    done = [one for one in ended if one in self._running]  # else Ctrl-C came\n"
         "                self._is_noted = False\n",
         "A request of a map that ends as the map is looked at is not noted.",
     ),

@@ -237,7 +237,7 @@ class MapFeed(Feed):
                 self._router.advance()
                 with self.lock:
                     ended = [*self._taken(), *self._late()]
-                    done = [one for one in ended if one in self._running]  # else Ctrl-C came as it was sent
+                    done = [one for one in ended if one in self._running]  # else Ctrl-C came
                 self.parts_done(done)
         except Exception as error:
             self.give_up(error)
