@@ -7,11 +7,11 @@ from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from threading import Condition
 
 
-def pressed(call, n, again=0):
+def pressed(call, n, again=0, number=signal.SIGINT):
     """Call a function, and press Ctrl-C at the n-th entry or exit of one of the library's; whether there was one.
 
     The end of a block under a condition is such an exit, too. Press it once more as many steps later as ``again`` says.
-    It does not come as garbage is collected, where Python ignores it.
+    It does not come as garbage is collected, where Python ignores it. Another signal may come in its place.
     """
 
     def press(frame, kind, what):
@@ -24,7 +24,7 @@ def pressed(call, n, again=0):
             n, again = again, 0
             if n == 0:
                 sys.setprofile(None)
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     gc.disable()
     try:

@@ -635,12 +635,27 @@ def test_all_replicas_die_at_once(source, mortal):
             break
         except (bm.WorkerDied, bm.CallCancelled, bm.ClosedError):  # the last if the group is just restarted
             assert sync.wait_until_healed(DEADLINE_S)
+    while not engine.healthy:  # the other replica
+        assert sync.wait_until_healed(DEADLINE_S)
     for loaded, version, _ in engine.state():
         assert version == 1 and all(torch.equal(loaded[name], expected[name]) for name in expected)
     for process in engine.process():
         os.kill(process, signal.SIGKILL)
     sync(version=2)  # waits until there are replicas again
     assert_has(engine, source, 2)
+
+
+@pytest.mark.backends("local")
+def test_healing_has_ended_when_all_replicas_are_replaced(source, mortal):
+    engine = mortal
+    weights = PeerWeights(engine, 2)
+    healing = Healing(weights)
+    rl.WeightSync(source, engine)(version=1)
+    before = engine.process()
+    for replica in range(2):
+        weights.on_engine_death(replica, RuntimeError("its engine died"))
+    assert healing.wait(DEADLINE_S)
+    assert not set(before) & set(engine.process())
 
 
 async def awaited(sync):

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from clock import idle_time
+from ctrl_c import pressed
 from ends import wait_until_gone
 
 import bandmaster as bm
@@ -328,6 +329,50 @@ def test_calls_of_a_signal_handler_are_refused_or_made_as_any_other(make_group, 
     assert [number for who, number in first if who == "main"] == list(range(1, n + 1))
 
 
+@pytest.mark.backends("inprocess")
+def test_a_signal_handler_calls_while_another_thread_runs_a_method(make_group, tmp_path):
+    """The method ends while the handler waits for it, wherever the handler has interrupted its thread."""
+    group, steps = make_group(2, Leading), 0
+    with ThreadPoolExecutor() as threads:
+        while True:
+            steps += 1
+            (folder := tmp_path / str(steps)).mkdir()
+            future, other = group.answer.submit(), threads.submit(group.lead, folder)
+
+            def call(*_, folder=folder):
+                (folder / "call").touch()
+                with contextlib.suppress(bm.UsageError):
+                    assert group.answer() == [0, 1]
+
+            wait_for(folder / "running")
+            with handler(signal.SIGUSR1, call):
+                was_pressed = pressed(future.result, steps, number=signal.SIGUSR1)
+            (folder / "call").touch()
+            other.result(20)
+            if not was_pressed:
+                break
+    assert steps > 10
+
+
+class Leading(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def lead(self, folder):
+        (folder / "running").touch()
+        wait_for(folder / "call")
+        time.sleep(0.02)  # so that the handler, which calls now, waits for this method
+
+    @register(Dispatch.ONE_TO_ALL)
+    def answer(self):
+        return self.rank
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 class Ordered(bm.Worker):
     def __init__(self):
         self.entries = []
@@ -639,7 +684,7 @@ def test_a_stream_that_is_interrupted_as_it_is_sent_holds_no_call_up(make_group,
     assert group.echo.options(timeout=20)(1) == [1, 1]
 
 
-class Held:
+class Held(bm.Worker):
     """A call that waits for rows until it is let go."""
 
     parents, is_sent_in_background, is_over = (), True, False

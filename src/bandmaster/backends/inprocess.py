@@ -148,7 +148,7 @@ class InProcessWorkers:
     def call(self, calls: Sequence[WorkerCall], tickets: dict[int, Any]) -> None:
         """Run the calls to completion, in rank order."""
         by_rank = {rank: call for call in calls for rank in call.ranks}
-        self._check_idle()
+        self._check_free()
         try:
             with self._running:
                 for rank in sorted(by_rank):
@@ -171,7 +171,7 @@ class InProcessWorkers:
 
     def request(self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[Ticket]], object]) -> None:
         """Run requests on the event loop of a rank; see `contract.Workers.request`."""
-        self._check_idle()
+        self._check_free()
         overtakes = requests[0].method == MORE_ITEMS  # also a call that waits, which holds the lock
         try:
             with contextlib.nullcontext() if overtakes else self._running:
@@ -262,7 +262,7 @@ class InProcessWorkers:
 
     def replace(self, rank: int) -> None:
         """Discard the object of a rank, once no method runs. The next `CONSTRUCT` call makes a new one."""
-        self._check_idle()
+        self._check_free()
         with self._running:
             self._bury([rank], "ended by the controller, because it is being replaced")
             self._executors[rank] = self._executor(rank)
@@ -301,6 +301,11 @@ class InProcessWorkers:
             "a worker's method or a signal handler called the group during a call that runs in the same thread; call "
             "the group between steps (a worker cannot call its own group on any backend)",
         )
+
+    def _check_free(self) -> None:
+        """Refuse what waits for other threads' methods, which wait for this one if a signal handler calls in `wait`."""
+        self._check_idle()
+        check_not_held(self._news)
 
     def _drop_the_dead(self) -> None:
         """Discard the objects of dead ranks. If another thread is running a method, that thread does so afterwards."""
