@@ -122,7 +122,8 @@ class InProcessWorkers:
         self._tasks: dict[int, Any] = {}  # by rank, once there was a request
         self._open: dict[int, dict[int, Ticket]] = {rank: {} for rank in here}  # requests, by number
         self._numbers = itertools.count()
-        self._news = threading.Condition()  # notified when a request has ended
+        self._looking = threading.RLock()
+        self._news = threading.Condition(self._looking)  # notified when a request has ended
 
     def _executor(self, rank: int) -> Executor:
         slot = self._launch.slots[rank]
@@ -305,7 +306,7 @@ class InProcessWorkers:
     def _check_free(self) -> None:
         """Refuse what waits for other threads' methods, which wait for this one if a signal handler calls in `wait`."""
         self._check_idle()
-        check_not_held(self._news)
+        check_not_held(self._looking)
 
     def _drop_the_dead(self) -> None:
         """Discard the objects of dead ranks. If another thread is running a method, that thread does so afterwards."""
