@@ -368,6 +368,23 @@ def test_a_stream_goes_on_while_a_call_waits_for_it_and_another_thread_sends_req
         assert call.result(DEADLINE) and request.result(DEADLINE) >= 0 and waiting.result(DEADLINE) == [0, 1]
 
 
+@pytest.mark.backends("inprocess")
+@pytest.mark.parametrize("end", ["restart", "close"])
+def test_a_call_that_waits_for_a_stream_ends_with_the_workers(end, make_group):
+    group = make_group(1, Speaker)
+    stream = group.count.options(maxsize=1).stream(None)
+    assert next(stream) == 0
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(group.take_counts)
+        while run_if_free(group._submitter.workers()._running, bool):
+            assert not call.done(), "it waits for the stream"
+        getattr(group, end)()
+        with pytest.raises(bm.WorkerDied):
+            call.result(DEADLINE)
+    with pytest.raises(bm.WorkerDied):
+        list(stream)
+
+
 # --- ends ---------------------------------------------------------------------------------------------------------
 
 

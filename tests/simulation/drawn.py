@@ -86,7 +86,7 @@ class Kind(NamedTuple):
             n_interrupts=draw.choice([0, 0, 0, 3]),
             switch_every=draw.choice([3.0, 10.0, 30.0, 100.0]),
             awaiting=draw.choice([0.0, 0.0, 0.05, 0.2]),
-            renewing=draw.choice([0.0, 0.0, 0.02]) if faults > 0.5 else 0.0,
+            renewing=draw.choice([0.0, 0.0, 0.02, 0.06]) if faults > 0.4 else 0.0,
             stalling=draw.choice([0.0, 0.0, 0.0, 0.05]),
             n_hosts=draw.choice([0, 0, 0, 1, 2, 3]),
             passing=draw.choice([0.0, 0.0, 0.1, 0.3]),

@@ -153,16 +153,16 @@ class InProcessWorkers:
         try:
             with self._running:
                 for rank in sorted(by_rank):
-                    dead = self.deaths.get(rank)
-                    tickets[rank] = Ticket(dead, is_done=True) if dead is not None else self._run(rank, by_rank[rank])
+                    tickets[rank] = self._run(rank, by_rank[rank])
         finally:
             self._drop_the_dead()
 
     def _run(self, rank: int, call: WorkerCall) -> Ticket:
-        parts, rows = _read(call)
-        executor = self._executors[rank]
         with self._news:
-            self._news.wait_for(lambda: not self._open[rank])
+            self._news.wait_for(lambda: rank in self.deaths or not self._open[rank])
+        if rank in self.deaths:
+            return Ticket(self.deaths[rank], is_done=True)
+        executor, (parts, rows) = self._executors[rank], _read(call)
         outcome = executor.call(call.method, call.reply, parts, rows, call.is_timed)
         self._take_reports(rank)
         ticket = Ticket(_received(outcome), is_done=True)
@@ -292,6 +292,8 @@ class InProcessWorkers:
     def _bury(self, ranks: Sequence[int] | Mapping[int, Any], why: str) -> None:
         for rank in ranks:
             self.deaths[rank] = Failure(FailureKind.DIED, why)
+        with self._news:
+            self._news.notify_all()
         self.reports.on_change()
         self._drop_the_dead()
 
