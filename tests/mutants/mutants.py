@@ -27,6 +27,7 @@ TESTS = {  # what tests the room of a mutant, the quickest first; "on hosts:" ha
     "calls": ("test_cancel", "test_waiting", "test_timeouts", "test_handles", "test_group", "faults/test_calls"),
     "wire": ("test_lane", "test_wire", "test_cancel", "test_wire_faults", "test_requests", "faults/test_calls"),
     "flow": ("test_map", "test_streams"),
+    "backends": ("test_request_streams", "faults/test_interrupts"),
     "answering": ("test_request_streams", "test_requests"),
     "requests": ("test_map", "test_requests", "test_request_streams", "test_cancel", "test_callers"),
     "callers": ("test_callers", "test_agents"),
@@ -697,5 +698,12 @@ MUTANTS = [
         "        if lacks is None:\n",
         "        if True:\n",
         "A rank that has a part of a tensor lends it as the whole.",
+    ),
+    Mutant(
+        "gone-unheard",
+        "backends/inprocess.py",
+        "rank in self.deaths or not self._open[rank]",
+        "not self._open[rank]",
+        "In process, a call that waits for requests to end does not notice that its worker is gone.",
     ),
 ]
