@@ -536,8 +536,8 @@ class Program:
             return
         if self.turns is not None:
             blocks = self.turns.inside
-            groups = [*self.turns.had.values(), *(wanted for _, wanted in blocks)]
-            is_its = not blocks or any(sent.is_rivals in each for each in groups)
+            groups = self.turns.had.union(*(wanted for _, wanted in blocks))
+            is_its = not blocks or sent.is_rivals in groups
             self.world.check(is_its, "a call begins in the turn of a rival", token, blocks)
         for parent in sent.parents:
             is_there = not (parent.hows & {"raise", "die"} or isinstance(parent.outcome, bm.CallCancelled))

@@ -28,14 +28,14 @@ class Turns:
         rival: The group that shares the slots of the program's own one.
         inside: The blocks that are in a turn: the thread or task, and whether it is that of the rival, of each group.
         are_even: Whether the hooks of both groups alternate, as none has failed or was interrupted.
-        had: The groups of turns that have ended within others, whose calls may still run.
+        had: The groups of turns that have ended while others of them lasted, whose calls may still run.
         may_fail: Whether hooks may fail.
     """
 
     def __init__(self, rival: Any) -> None:
         self.rival = rival
         self.inside: list[tuple[str, frozenset[bool]]] = []
-        self.had: dict[str, frozenset[bool]] = {}
+        self.had: frozenset[bool] = frozenset()
         self.are_even, self.may_fail = True, False
 
     def turn_of(self, program: Program, wanted: frozenset[bool], timeout: float | None) -> Any:
@@ -60,10 +60,7 @@ class Turns:
             yield
         finally:
             self.inside.remove((me, wanted))
-            if self._of(me):
-                self.had[me] = self.had.get(me, wanted) | wanted
-            else:
-                self.had.pop(me, None)
+            self.had = self.had | wanted if self.inside else frozenset()
             world.note("ends the turn", *wanted)
 
     @contextmanager
