@@ -1,4 +1,4 @@
-"""Ways in which a worker's process ends, and waiting until processes have ended."""
+"""Ways in which a worker's process ends, and waiting until processes have ended, or files have come."""
 
 import os
 import signal
@@ -41,3 +41,10 @@ def wait_until_gone(pids, timeout_s=2.0):
     while left := [pid for pid in pids if runs(pid)]:
         assert idle_time() < deadline, f"still there after {timeout_s} s: {left}"
         time.sleep(0.01)  # polling for the kernel
+
+
+def wait_for(path, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} has not come"
+        time.sleep(0.001)

@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 from ctrl_c import pressed
+from ends import wait_for
 from hosts import spread
 
 import bandmaster as bm
@@ -181,13 +182,6 @@ def own(backend):
 @pytest.fixture
 def is_in_process(backend):
     return backend == "inprocess"
-
-
-def wait_for(path):
-    deadline = time.monotonic() + DEADLINE
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path.name} has not come"
-        time.sleep(0.001)
 
 
 async def hold_on_zero(group, folder):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from clock import idle_time
 from ctrl_c import pressed
-from ends import wait_until_gone
+from ends import wait_for, wait_until_gone
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
@@ -366,13 +366,6 @@ class Leading(bm.Worker):
         return self.rank
 
 
-def wait_for(path):
-    deadline = time.monotonic() + 20
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 class Ordered(bm.Worker):
     def __init__(self):
         self.entries = []
@@ -684,7 +677,7 @@ def test_a_stream_that_is_interrupted_as_it_is_sent_holds_no_call_up(make_group,
     assert group.echo.options(timeout=20)(1) == [1, 1]
 
 
-class Held(bm.Worker):
+class Held:
     """A call that waits for rows until it is let go."""
 
     parents, is_sent_in_background, is_over = (), True, False
