@@ -275,6 +275,24 @@ def test_ctrl_c_as_a_turn_begins_leaves_it_to_others(actor, critic):
     assert kept == [n - 1], "when it has begun, where a with statement takes no notice of Ctrl-C"
 
 
+@pytest.mark.backends("inprocess", "local")
+def test_ctrl_c_as_a_turn_waits_for_the_map_of_another_thread_leaves_that_map_alone(actor, critic):
+    rows = list(range(12))
+    with ThreadPoolExecutor(1) as threads:
+        for n in range(1, 2000):
+            with actor.turn():
+                mapped = actor.ask.map(rows, in_flight=2)
+            whole = threads.submit(mapped.result, DEADLINE_S)
+            turn = critic.turn()
+            was_pressed = pressed(turn.__enter__, n)
+            assert whole.result(DEADLINE_S) == rows
+            with contextlib.suppress(bm.UsageError):  # Ctrl-C came first
+                turn.__exit__()
+            if not was_pressed:
+                break
+    assert 20 < n < 1999
+
+
 @pytest.mark.backends("inprocess")
 def test_a_turn_begins_though_ctrl_c_has_come_as_a_call_was_sent(actor, critic):
     for n in range(1, 2000):

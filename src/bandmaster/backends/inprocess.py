@@ -279,7 +279,9 @@ class InProcessWorkers:
         return {}
 
     def check(self, is_thorough: bool = True) -> bool:
-        """False once `stop` was called. Workers of this backend do not die by themselves."""
+        """Have the threads that wait look again; False once `stop` was called. No worker dies by itself."""
+        with self._news:
+            self._news.notify_all()
         return not self._is_stopped
 
     def stop(self, why: str = CLOSED) -> None:

@@ -23,6 +23,7 @@ from typing import Protocol
 
 from bandmaster.contract import Workers
 from bandmaster.errors import ResourceError
+from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 
@@ -75,6 +76,7 @@ class Progress:
         self._to_look: deque[Watch] = deque()
         self._wake = self._waker = -1  # the ends of a pipe
         self._looked_around = 0.0  # when it last looked at all watches
+        self._ident: int | None = None  # of the thread
 
     def add(self, watch: Watch) -> None:
         """Add a watch, and start the thread if it does not run.
@@ -105,8 +107,20 @@ class Progress:
                 with contextlib.suppress(BlockingIOError):  # the pipe is full, which also wakes the thread
                     os.write(self._waker, b"1")
 
+    def wait_for_look(self, watch: Watch, deadline: Deadline) -> bool:
+        """Wait until the thread has looked at a watch if it was told to; False if the time is over before.
+
+        In the thread itself, look at the watch.
+        """
+        if threading.get_ident() == self._ident:
+            watch.look()
+            return True
+        looked = threading.Event()
+        self.add(Once(watch.workers, looked.set))
+        return looked.wait(deadline.left())
+
     def _run(self) -> None:
-        is_idle = False
+        is_idle, self._ident = False, threading.get_ident()
         while True:
             self._look()
             with self.lock:
@@ -170,6 +184,7 @@ class Progress:
     def _close(self) -> None:
         ends = self._wake, self._waker
         self._wake = self._waker = -1
+        self._ident = None
         self._to_look.clear()
         for fd in ends:
             os.close(fd)

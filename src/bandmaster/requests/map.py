@@ -175,7 +175,7 @@ class MapFeed(Feed):
         self._free = [Share(place, ()) for place in range(n)]
         whole = to_ranks(plan.whole, ()).beside(self._beside)
         self._parts, self._whole = plan, Arguments.of(whole, self.site.method) if whole.items else Arguments()
-        router.sources[self.look] = self._open
+        router.maps.add(self)
         progress.add(self)
         return {}
 
@@ -245,9 +245,14 @@ class MapFeed(Feed):
             self._cancel_open()
         is_over = self.is_ended and not self._open
         if is_over:
-            self._router.sources.pop(self.look, None)
+            self._router.maps.discard(self)
             self.close()
         return is_over
+
+    def is_busy(self) -> bool:
+        """Whether a request has not ended, or `look` has not told of it since."""
+        with self._looking:  # else one may have ended, and the next not be sent yet
+            return bool(self._open)
 
     def _cancel_open(self) -> None:
         """Cancel the requests that are not among the running parts, or could not be cancelled, as Ctrl-C came."""

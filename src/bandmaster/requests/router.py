@@ -13,12 +13,13 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bandmaster.calls.open_work import OpenWork
+from bandmaster.calls.progress import progress
 from bandmaster.calls.request import CallSite
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
@@ -28,6 +29,9 @@ from bandmaster.plan.rows import replicas
 from bandmaster.platform.deadline import Deadline
 from bandmaster.requests.request import Replica, ReplicaLoad, Request
 from bandmaster.requests.target import Target
+
+if TYPE_CHECKING:
+    from bandmaster.requests.map import MapFeed
 
 TOLD_S = 0.5  # after which a death is known, or the rank was replaced
 STACKS_FRESH_S = 0.5  # stacks that were read so long ago are shown again
@@ -48,8 +52,7 @@ class Router:
         replicas: The replicas.
         waiting: The requests that wait for a place.
         are_requests: True.
-        sources: Of maps that send more requests as others end, the functions that do so, each with the requests of its
-            map that have not ended, or that it has not looked at since.
+        maps: Those that are not over, which send more requests as others end.
     """
 
     are_requests = True
@@ -68,7 +71,7 @@ class Router:
         first = submitter.work.first_replica % len(self.replicas)
         self._order = self.replicas[first:] + self.replicas[:first]  # of equally busy ones, the first gets a request
         self.waiting: deque[Request] = deque()
-        self.sources: dict[Callable[[], object], Collection[Any]] = {}
+        self.maps: set[MapFeed] = set()
         self.site: CallSite = submitter.site(spec.name)
         self._work: OpenWork = submitter.work
         self._lock = submitter.work.sending
@@ -339,6 +342,8 @@ class Router:
                     self.workers.call([call], tickets)
                     _take([request], rank, [tickets[rank]])
                     request.replied()  # the reply may have come before
+                    if self.workers.arrivals is None:  # it ran here: others wait for it
+                        self.workers.check(is_thorough=False)
         except Exception as error:  # there is no memory, or the group was closed
             for request in batch:
                 request.fail(error)
@@ -374,7 +379,7 @@ class Router:
             for reader in list(self._readers):
                 if not reader.call(self.advance):
                     self._readers.pop(reader, None)
-            if self.sources or not self._readers:
+            if self.maps or not self._readers:
                 any(waiting.nudge() for waiting in list(self.waiting))  # one is enough
 
     def withdraw(self, request: Request) -> None:
@@ -389,13 +394,14 @@ class Router:
             CallTimeout: One took too long.
         """
         while True:
-            for send_more in list(self.sources):
-                send_more()
-            if not (requests := self.open_requests()) and not any(list(self.sources.values())):
-                return
-            for request in requests:
+            for request in self.open_requests():
                 if not request.wait_until_ended(deadline.left()):
                     raise request.late(deadline.timeout_s or 0.0)
+            if not (maps := [one for one in list(self.maps) if one.is_busy()]):
+                if not self.open_requests():
+                    return
+            elif not progress.wait_for_look(maps[0], deadline):  # not in this thread: Ctrl-C is not to stop these maps
+                raise maps[0].late(deadline.timeout_s or 0.0)
 
     def open_requests(self) -> list[Request]:
         """The requests that have not ended."""
