@@ -18,6 +18,7 @@ from ends import wait_for, wait_until_gone
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
+from bandmaster.calls.open_work import OpenWork
 from bandmaster.requests.router import Router
 from bandmaster.testing import no_leaks
 from bandmaster.wire.lanes import LaneClient
@@ -110,6 +111,11 @@ class Slow(bm.Worker):
     def spin(self):
         while True:
             pass
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail_beside_spinning(self):
+        assert self.rank > 0
+        self.spin()
 
     @register(Dispatch.ONE_TO_ALL)
     def doze(self):
@@ -674,6 +680,16 @@ def test_a_stream_that_is_interrupted_as_it_is_sent_holds_no_call_up(make_group,
     interrupts_at(monkeypatch, LaneClient, "send_calls", lambda client: True)
     with pytest.raises(KeyboardInterrupt):
         group.nap.stream(60)
+    assert group.echo.options(timeout=20)(1) == [1, 1]
+
+
+@pytest.mark.backends("local")
+def test_a_call_that_is_interrupted_as_it_is_sent_hides_none_that_failed_before_it(make_group, monkeypatch):
+    group = make_group(2, Slow)
+    group.fail_beside_spinning.submit()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupts_at(patch, OpenWork, "send_calls")
+        group.echo(0)
     assert group.echo.options(timeout=20)(1) == [1, 1]
 
 

@@ -428,7 +428,7 @@ class Call(RowsResult):
             moments.append(call.drive())
             if call.holds_back:  # its last reply lets ranks go on, but wakes no thread that waits here
                 moments.append(time.monotonic() + FENCE_LOOK_S)
-            busy.update(call.tickets)
+            busy.update(call.tickets if call.place else ())  # else others may be ahead of it
             if busy.issuperset(self.tickets):
                 break
         moments.append(self._escalate())

@@ -265,7 +265,7 @@ class OpenWork:
         found, is_behind = [], False
         for other in sorted(self._sent.copy(), key=_place):  # threads may have sent them in another order than added
             if other is call:
-                is_behind = True
+                is_behind = call.place > 0  # else all others may be ahead of it
             elif is_behind and other.failures is not call.failures:
                 break
             else:
