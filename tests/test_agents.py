@@ -34,6 +34,7 @@ from bandmaster.codec import Payload
 from bandmaster.hosts.handshake import MAGIC, Refused, Secret, greet, welcome
 from bandmaster.hosts.link import FOR_MESSAGES, FOR_ROWS, FrameKind, Link
 from bandmaster.hosts.links import AgentLinks
+from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.testing import BackendContract
 from bandmaster.testing.simulated_hosts import SimulatedHosts
 from bandmaster.wire.messages import Closed
@@ -87,6 +88,10 @@ class Maker(bm.Worker):
         return words[0]
 
 
+class Replaceable(Maker):
+    def on_replace(self, rank, state): ...
+
+
 @pytest.fixture(scope="module")
 def kept_hosts():
     """Keep the hosts for the tests that do not harm them: to start them takes two seconds of a processor."""
@@ -124,21 +129,40 @@ def test_ranks_of_a_host_are_called_together(group):
 # --- Ctrl-C ---
 
 
-@pytest.mark.parametrize("moment", ["set_workers", "take_deaths"])
-def test_a_group_that_ctrl_c_interrupts_as_it_has_started_or_ends_holds_no_agent(moment):
+@contextlib.contextmanager
+def pressed_as(moment):
+    """Ctrl-C is pressed in the block as a function is called first."""
+
     def press(frame, kind, what):
         if kind == "call" and frame.f_code.co_name == moment:
             sys.setprofile(None)
             signal.raise_signal(signal.SIGINT)
 
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.setprofile(press)
+        yield
+    assert sys.getprofile() is None, "Ctrl-C was pressed"
+
+
+@pytest.mark.parametrize("moment", ["set_workers", "take_deaths"])
+def test_a_group_that_ctrl_c_interrupts_as_it_has_started_or_ends_holds_no_agent(moment):
     with bm.ResourcePool([2], backend="hosts-to-lose") as pool:
-        with contextlib.suppress(KeyboardInterrupt):
-            sys.setprofile(press)
+        with pressed_as(moment):
             bm.WorkerGroup(pool, Maker).close()
-        assert sys.getprofile() is None, "Ctrl-C was pressed"
         assert [list(agent.groups) for agent in agents("hosts-to-lose").values()] == [[]]
         with bm.WorkerGroup(pool, Maker) as group:
             assert len(group.process()) == 2
+
+
+@pytest.mark.parametrize("moment", ["answers", "_announce"])
+def test_a_rank_is_dead_whose_replacement_ctrl_c_interrupts_before_it_is_constructed(kept_hosts, moment):
+    with bm.ResourcePool([1, 1], backend="hosts") as pool, bm.WorkerGroup(pool, Replaceable) as group:
+        with pressed_as(moment):
+            group.replace(0)
+        with pytest.raises(bm.WorkerDied, match="rank 0 .*ended by the controller, because it"):
+            group.process()
+        group.replace(0)
+        assert len(group.process()) == 2
 
 
 ENDED_WHILE_IT_STARTS = """
@@ -343,6 +367,22 @@ def test_a_host_that_is_lost_is_named_with_its_ranks(group_to_lose):
         made.result()
     group_to_lose.restart()
     assert len(set(group_to_lose.process())) == 3
+
+
+def test_a_host_that_is_lost_as_a_rank_on_another_one_is_replaced_is_named(monkeypatch):
+    real = AgentWorkers._announce
+
+    def announce(workers, but):
+        os.kill(pids[1], signal.SIGKILL)
+        workers._rendezvous = {"MASTER_PORT": "1"}  # that ranks with processes of their own have
+        real(workers, but)
+
+    with bm.ResourcePool([1, 1], backend="hosts-to-lose") as pool:
+        group = bm.WorkerGroup(pool, Replaceable)
+        pids = group.process()
+        monkeypatch.setattr(AgentWorkers, "_announce", announce)
+        with pytest.raises(bm.WorkerDied, match=r"rank 1 .*host1.* is lost"):
+            group.replace(0)
 
 
 def test_a_host_that_gives_no_sign_of_life_is_lost(group_to_lose, monkeypatch):

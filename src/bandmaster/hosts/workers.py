@@ -445,6 +445,8 @@ class AgentWorkers(Client):
     def replace(self, rank: int) -> None:
         """Replace a rank; if its agent is gone, another one starts it. See `contract.Workers.replace`."""
         agent = self.agents[rank]
+        with self.lock:
+            self.take_deaths({rank: Failure(FailureKind.DIED, "ended by the controller, because it is being replaced")})
         if agent.lost is not None and self._again is not None:
             agent = self._again(rank)
             (record,), rendezvous = self._answer(agent, AgentServer.start, self._told([rank]))
@@ -453,13 +455,16 @@ class AgentWorkers(Client):
         with self.lock:
             agent.groups[self.name] = self
             self.agents[rank], self.records[rank] = agent, record._replace(channel="link")
-            self.deaths.pop(rank, None)
             self.reports.pop(rank, None)
         if rank == 0:
             self._rendezvous = rendezvous
-            self._announce(but=agent)
+            with suppress(ClosedError):  # a host is lost, as the next call of its ranks says
+                self._announce(but=agent)
         elif self._rendezvous != rendezvous:
             self._answer(agent, AgentServer.announce, self._rendezvous)
+        with self.lock:
+            if agent.lost is None:
+                del self.deaths[rank]  # last: after Ctrl-C before that, it is dead
 
     def stop(self, why: str = CLOSED) -> None:
         """End the workers; see `contract.Workers.stop`."""
