@@ -159,7 +159,7 @@ def test_a_rank_is_dead_whose_replacement_ctrl_c_interrupts_before_it_is_constru
     with bm.ResourcePool([1, 1], backend="hosts") as pool, bm.WorkerGroup(pool, Replaceable) as group:
         with pressed_as(moment):
             group.replace(0)
-        with pytest.raises(bm.WorkerDied, match="rank 0 .*ended by the controller, because it"):
+        with pytest.raises(bm.WorkerDied, match=r"rank 0 .*ended by the controller, because it"):
             group.process()
         group.replace(0)
         assert len(group.process()) == 2
