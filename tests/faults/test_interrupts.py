@@ -798,6 +798,7 @@ def test_a_call_that_is_interrupted_at_any_moment_holds_no_other_up(make_group, 
     assert group.ask.map([1, 2]).result(5) == [1, 2]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as a future ends
 @pytest.mark.backends("local")
 @pytest.mark.parametrize("timeout", [0, None])
 def test_a_wait_that_is_interrupted_at_any_moment_leaves_the_call_to_others(make_group, timeout):

@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bandmaster.calls.open_work import OpenWork
 from bandmaster.calls.progress import progress
@@ -29,9 +29,6 @@ from bandmaster.plan.rows import replicas
 from bandmaster.platform.deadline import Deadline
 from bandmaster.requests.request import Replica, ReplicaLoad, Request
 from bandmaster.requests.target import Target
-
-if TYPE_CHECKING:
-    from bandmaster.requests.map import MapFeed
 
 TOLD_S = 0.5  # after which a death is known, or the rank was replaced
 STACKS_FRESH_S = 0.5  # stacks that were read so long ago are shown again
@@ -52,7 +49,7 @@ class Router:
         replicas: The replicas.
         waiting: The requests that wait for a place.
         are_requests: True.
-        maps: Those that are not over, which send more requests as others end.
+        maps: The `MapFeed` of each map that is not over, which sends more requests as others end.
     """
 
     are_requests = True
@@ -71,7 +68,7 @@ class Router:
         first = submitter.work.first_replica % len(self.replicas)
         self._order = self.replicas[first:] + self.replicas[:first]  # of equally busy ones, the first gets a request
         self.waiting: deque[Request] = deque()
-        self.maps: set[MapFeed] = set()
+        self.maps: set[Any] = set()
         self.site: CallSite = submitter.site(spec.name)
         self._work: OpenWork = submitter.work
         self._lock = submitter.work.sending
