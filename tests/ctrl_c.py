@@ -1,10 +1,13 @@
 """Ctrl-C at chosen steps of the library."""
 
+import contextlib
 import gc
 import signal
 import sys
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from threading import Condition
+
+import pytest
 
 
 def pressed(call, n, again=0, number=signal.SIGINT):
@@ -36,3 +39,26 @@ def pressed(call, n, again=0, number=signal.SIGINT):
         sys.setprofile(None)
         gc.enable()
     return n <= 0
+
+
+@contextlib.contextmanager
+def pressed_when(is_now):
+    """Ctrl-C is pressed in the block at the first event of the profiler, with frame, kind and what, that is meant."""
+
+    def look(frame, kind, what):
+        if is_now(frame, kind, what):
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+@contextlib.contextmanager
+def interrupted_when(is_now):
+    """Ctrl-C is pressed so, and ends the block."""
+    with pytest.raises(KeyboardInterrupt), pressed_when(is_now):
+        yield

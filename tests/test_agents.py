@@ -23,6 +23,7 @@ import numpy as np
 import psutil
 import pytest
 from clock import idle_time
+from ctrl_c import interrupted_when
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -129,25 +130,15 @@ def test_ranks_of_a_host_are_called_together(group):
 # --- Ctrl-C ---
 
 
-@contextlib.contextmanager
-def pressed_as(moment):
+def interrupted_in(name):
     """Ctrl-C is pressed in the block as a function is called first."""
-
-    def press(frame, kind, what):
-        if kind == "call" and frame.f_code.co_name == moment:
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGINT)
-
-    with contextlib.suppress(KeyboardInterrupt):
-        sys.setprofile(press)
-        yield
-    assert sys.getprofile() is None, "Ctrl-C was pressed"
+    return interrupted_when(lambda frame, kind, what: kind == "call" and frame.f_code.co_name == name)
 
 
 @pytest.mark.parametrize("moment", ["set_workers", "take_deaths"])
 def test_a_group_that_ctrl_c_interrupts_as_it_has_started_or_ends_holds_no_agent(moment):
     with bm.ResourcePool([2], backend="hosts-to-lose") as pool:
-        with pressed_as(moment):
+        with interrupted_in(moment):
             bm.WorkerGroup(pool, Maker).close()
         assert [list(agent.groups) for agent in agents("hosts-to-lose").values()] == [[]]
         with bm.WorkerGroup(pool, Maker) as group:
@@ -157,7 +148,7 @@ def test_a_group_that_ctrl_c_interrupts_as_it_has_started_or_ends_holds_no_agent
 @pytest.mark.parametrize("moment", ["answers", "_announce"])
 def test_a_rank_is_dead_whose_replacement_ctrl_c_interrupts_before_it_is_constructed(kept_hosts, moment):
     with bm.ResourcePool([1, 1], backend="hosts") as pool, bm.WorkerGroup(pool, Replaceable) as group:
-        with pressed_as(moment):
+        with interrupted_in(moment):
             group.replace(0)
         with pytest.raises(bm.WorkerDied, match=r"rank 0 .*ended by the controller, because it"):
             group.process()

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from clock import idle_time
-from ctrl_c import pressed
+from ctrl_c import interrupted_when, pressed, pressed_when
 from ends import wait_for, wait_until_gone
 
 import bandmaster as bm
@@ -626,29 +626,6 @@ def interrupts_at(monkeypatch, owner, name, is_meant=lambda self: True):
         return found
 
     monkeypatch.setattr(owner, name, interrupted)
-
-
-@contextlib.contextmanager
-def pressed_when(is_now):
-    """Ctrl-C is pressed in the block at the first event of the profiler, with frame, kind and what, that is meant."""
-
-    def look(frame, kind, what):
-        if is_now(frame, kind, what):
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGINT)
-
-    sys.setprofile(look)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-
-
-@contextlib.contextmanager
-def interrupted_when(is_now):
-    """Ctrl-C is pressed so, and ends the block."""
-    with pytest.raises(KeyboardInterrupt), pressed_when(is_now):
-        yield
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # a file that nobody has closes itself

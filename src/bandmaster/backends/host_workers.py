@@ -26,7 +26,7 @@ from bandmaster.backends.zygote import NoAnswer, Zygote
 from bandmaster.backends.zygote_process import Spawn
 from bandmaster.contract import CLOSED, Launch, ShowOutput, WorkerProcess, WorkerRecord
 from bandmaster.errors import ClosedError, ResourceError
-from bandmaster.errors.failure import Failure, FailureKind
+from bandmaster.errors.failure import REPLACED, Failure, FailureKind
 from bandmaster.platform.hardware import count_cores, has_gpus
 from bandmaster.platform.limits import working_directory
 from bandmaster.platform.locks import SigintSafeLock
@@ -122,7 +122,7 @@ class HostWorkers(LaneClient):
         if self.is_stopped:
             raise ClosedError(self._why_closed)
         if rank in self.processes:
-            self._kill([rank], "ended by the controller, because it is being replaced")
+            self._kill([rank], REPLACED)
         self._start_process(rank, time.monotonic())
         if rank == 0:
             self.announce(self.rendezvous)

@@ -34,7 +34,7 @@ from bandmaster.contract import (
     WorkerRecord,
 )
 from bandmaster.errors import UsageError
-from bandmaster.errors.failure import Failure, FailureKind
+from bandmaster.errors.failure import REPLACED, Failure, FailureKind
 from bandmaster.platform.locks import SigintSafeLock, check_not_held, run_if_free
 from bandmaster.wire.segment_reader import RowReader, RowReaders
 from bandmaster.worker import Worker
@@ -265,7 +265,7 @@ class InProcessWorkers:
         """Discard the object of a rank, once no method runs. The next `CONSTRUCT` call makes a new one."""
         self._check_free()
         with self._running:
-            self._bury([rank], "ended by the controller, because it is being replaced")
+            self._bury([rank], REPLACED)
             self._executors[rank] = self._executor(rank)
             self.reports.pop(rank, None)
         del self.deaths[rank]  # last: after Ctrl-C before that, it is dead

@@ -19,6 +19,7 @@ from typing import Any
 import cloudpickle
 
 IN_DEBUGGER = "  in a debugger"  # the beginning of the stack of a rank that waits in a debugger
+REPLACED = "ended by the controller, because it is being replaced"  # how a rank has died that gets a new process
 N_LAST_LINES = 90  # of the standard error of a process that died; Ray, C libraries and Python end with long dumps
 
 

@@ -12,7 +12,7 @@ from weakref import finalize
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED, NOT_STARTED, Kept, Launch, RowFacts, Signs, Ticket, WorkerCall, WorkerRecord
 from bandmaster.errors import ClosedError, PlacementError, RowsLost
-from bandmaster.errors.failure import Failure, FailureKind
+from bandmaster.errors.failure import REPLACED, Failure, FailureKind
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.link import FrameKind, Message
 from bandmaster.hosts.links import Agent, AgentLinks
@@ -446,7 +446,7 @@ class AgentWorkers(Client):
         """Replace a rank; if its agent is gone, another one starts it. See `contract.Workers.replace`."""
         agent = self.agents[rank]
         with self.lock:
-            self.take_deaths({rank: Failure(FailureKind.DIED, "ended by the controller, because it is being replaced")})
+            self.take_deaths({rank: Failure(FailureKind.DIED, REPLACED)})
         if agent.lost is not None and self._again is not None:
             agent = self._again(rank)
             (record,), rendezvous = self._answer(agent, AgentServer.start, self._told([rank]))

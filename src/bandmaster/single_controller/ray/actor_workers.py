@@ -35,7 +35,7 @@ from bandmaster.contract import (
     WorkerRecord,
 )
 from bandmaster.errors import ClosedError, ConstructorError, PlacementError, RowsLost, UsageError, WorkerDied
-from bandmaster.errors.failure import N_LAST_LINES, Failure, FailureKind
+from bandmaster.errors.failure import N_LAST_LINES, REPLACED, Failure, FailureKind
 from bandmaster.single_controller.ray.actor import (
     FIRST_NUMBER,
     LONG_S,
@@ -239,7 +239,7 @@ class ActorWorkers:
     def replace(self, rank: int) -> None:
         """Kill the actor of a rank and start a new one on its slot."""
         if rank in self.actors:
-            self._kill([rank], "ended by the controller, because it is being replaced")
+            self._kill([rank], REPLACED)
         try:
             self.actors[rank] = self._start_actor(replace(self._launch, is_again=True), rank)
             with self._lock:
