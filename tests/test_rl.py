@@ -1,6 +1,9 @@
 """Torch in workers: process groups along the axes of a mesh, seeds, checkpoints that resume on another mesh."""
 
+import os
 import random
+import signal
+import threading
 
 import numpy as np
 import pytest
@@ -128,30 +131,118 @@ def test_checkpoints_are_written_while_training_goes_on_and_the_last_ones_stay(t
     assert (begin, numbers) == (0, [3, 4])
     begin, more, numbers = run(1, 2)
     assert (begin, numbers) == (4, [5, 6])
-    assert len(list((tmp_path / "run").iterdir())) == 2
+    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 2
     with bm.ResourcePool([1]) as pool:
         _, run_of_six, _ = bm.WorkerGroup(pool, Torch).train_and_keep(str(tmp_path / "other"), 6)[0]
     assert losses + more == pytest.approx(run_of_six, abs=1e-5)
 
 
 def test_a_checkpoint_that_a_run_has_not_completed_is_not_loaded_and_goes_with_those_before_it(tmp_path):
-    def model(value):
-        made = torch.nn.Linear(1, 1, bias=False)
-        torch.nn.init.constant_(made.weight, value)
-        return made
-
     checkpoints = rl.Checkpoints(tmp_path, keep=1)
-    read = model(0.0)
+    read = of_one_weight(0)
     assert checkpoints.load(read, step=7) == {"step": 7} and read.weight.item() == 0
-    checkpoints.save(1, model(1.0), step=1)
+    checkpoints.save(1, of_one_weight(1), step=1)
     checkpoints.wait()
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "notes").mkdir()
     assert checkpoints.numbers() == [1]
     assert checkpoints.load(read, step=0) == {"step": 1} and read.weight.item() == 1
-    checkpoints.save(3, model(3.0), step=3)
+    checkpoints.save(3, of_one_weight(3), step=3)
     assert checkpoints.load(read, step=0) == {"step": 3} and read.weight.item() == 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "notes"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".last", "checkpoint-3", "notes"]
+
+
+def of_one_weight(value):
+    made = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(made.weight, value)
+    return made
+
+
+def test_a_run_that_goes_back_to_an_older_checkpoint_goes_on_from_there(tmp_path):
+    checkpoints = rl.Checkpoints(tmp_path, keep=3)
+    for number in (10, 20, 30):
+        checkpoints.save(number, of_one_weight(number), step=number)
+    read = of_one_weight(0)
+    checkpoints = rl.Checkpoints(tmp_path, keep=3)
+    assert checkpoints.load(read, number=10, step=0) == {"step": 10}
+    kept = []
+    for number in (11, 12, 13):
+        checkpoints.save(number, of_one_weight(-number), step=number)
+        checkpoints.wait()
+        kept.append(checkpoints.numbers())
+    assert kept == [[10, 11, 30], [10, 11, 12], [11, 12, 13]]
+    checkpoints.save(12, of_one_weight(5), step=12)
+    checkpoints.wait()
+    assert rl.Checkpoints(tmp_path).load(read, step=0) == {"step": 12} and read.weight.item() == 5
+
+
+def test_a_checkpoint_that_is_written_again_is_not_complete_meanwhile(tmp_path):
+    writes, goes_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def __deepcopy__(self, memo):
+            return self
+
+        def __reduce__(self):
+            writes.set()
+            assert goes_on.wait(30)
+            return int, ()
+
+    checkpoints = rl.Checkpoints(tmp_path)
+    checkpoints.save(10, of_one_weight(1), step=10, more=0)
+    checkpoints.save(20, of_one_weight(2), step=20, more=0)
+    checkpoints.wait()
+    checkpoints.save(20, of_one_weight(3), step=20, more=Slow())
+    try:
+        assert writes.wait(30)
+        found, read = rl.Checkpoints(tmp_path), of_one_weight(0)
+        assert found.numbers() == [10]
+        assert found.load(read, step=0) == {"step": 10} and read.weight.item() == 1
+    finally:
+        goes_on.set()
+    checkpoints.wait()
+    assert found.load(read, step=0) == {"step": 20} and read.weight.item() == 3
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_dicts_and_lists_are_loaded_whole_whatever_there_was_before(tmp_path, is_async):
+    more = {"seen": {"a": 1, 2: {"b": []}}, "none": {}, "rows": [{"x": 1}, {"y": 2}], "tensors": {"t": torch.ones(2)}}
+    if is_async:
+        checkpoints = rl.Checkpoints(tmp_path)
+        checkpoints.save(1, of_one_weight(1), **more)
+        more["seen"]["a"] = more["rows"][0]["x"] = 1000  # it was copied
+        checkpoints.wait()
+    else:
+        rl.save(tmp_path / "checkpoint-1", of_one_weight(1), **more)
+    found = rl.load(
+        tmp_path / "checkpoint-1", of_one_weight(0), seen={}, none={"a": 0}, rows=[], tensors={"t": torch.zeros(2)}
+    )
+    assert found["seen"] == {"a": 1, 2: {"b": []}} and found["none"] == {} and found["rows"] == [{"x": 1}, {"y": 2}]
+    assert found["tensors"]["t"].tolist() == [1, 1]
+
+
+def test_ctrl_c_as_a_checkpoint_is_waited_for_leaves_it_to_the_next_wait(tmp_path):
+    goes_on = threading.Event()
+
+    class Slow:
+        def __deepcopy__(self, memo):
+            return self
+
+        def __reduce__(self):
+            os.kill(os.getpid(), signal.SIGINT)  # which the main thread gets
+            assert goes_on.wait(30)
+            return int, ()
+
+    checkpoints = rl.Checkpoints(tmp_path)
+    checkpoints.save(1, of_one_weight(1), more=Slow())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.wait()
+        assert checkpoints.numbers() == []
+    finally:
+        goes_on.set()
+    checkpoints.wait()
+    assert checkpoints.numbers() == [1]
 
 
 def test_checkpoints_that_cannot_be_written_or_are_not_there_are_errors(tmp_path):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
         path: A folder that all ranks can reach, and all ranks that will load it.
         model: The model; with FSDP2 or tensor parallelism, its parameters are ``DTensor``.
         optimizer: Its optimizer.
-        **more: Tensors, or values that can be pickled, such as ``step=100``; of rank 0.
+        **more: Tensors, dicts of tensors, or values that can be pickled, such as ``step=100``; of rank 0.
 
     Raises:
         RuntimeError: It could not be written.
@@ -38,7 +38,8 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
     from torch.distributed import checkpoint, is_initialized
 
     with _silent_about_one_process(), _failing_as_error(f"the checkpoint {path} could not be written"):
-        checkpoint.save(_state(model, optimizer, more), checkpoint_id=path, no_dist=not is_initialized())
+        state = _state(model, optimizer, _whole(more))
+        checkpoint.save(state, checkpoint_id=path, no_dist=not is_initialized())
 
 
 def load(
@@ -52,7 +53,8 @@ def load(
         path: The folder.
         model: The model, already sharded; its parameters are overwritten.
         optimizer: Its optimizer, if one was saved; its parameter groups may differ from those of the saved one.
-        **more: Further values to load, by name; each is a value of the type to load.
+        **more: Further values to load, by name; each is a value of the type to load, such as ``seen={}``. A dict of
+            tensors has the keys that are to be loaded.
 
     Returns:
         The loaded values of ``more``.
@@ -65,14 +67,19 @@ def load(
     from torch.distributed import checkpoint, is_initialized
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
-    state = _state(model, optimizer, more)
     with _silent_about_one_process(), _failing_as_error(f"the checkpoint {path} could not be read"):
+        state = _state(
+            model, optimizer, _whole(more, _names_in(path) if any(map(_is_container, more.values())) else ())
+        )
         checkpoint.load(state, checkpoint_id=path, no_dist=not is_initialized())
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_by_parameter())
     loaded: dict[str, Any] = state["more"]
-    return loaded
+    return {
+        name: value[0] if _is_container(more[name]) and isinstance(value, tuple) else value
+        for name, value in loaded.items()
+    }
 
 
 class Checkpoints:
@@ -89,7 +96,8 @@ class Checkpoints:
             self.checkpoints.save(self.step, self.model, self.optimizer, step=self.step)
 
     Each is a folder of its own that `load` of this module reads as well. One that a run has not completed, as it ended
-    before, is not loaded, and is removed with those before it.
+    before, is not loaded, and is removed with those before it. A run that goes back to an older one goes on from there:
+    those with larger numbers are of the run that it has left, and are the first to be removed.
 
     Args:
         folder: A folder that all ranks can reach; it is made if need be.
@@ -126,12 +134,18 @@ class Checkpoints:
         from torch.distributed import checkpoint
 
         self.wait()
-        is_alone = not distributed.is_initialized()
+        path, is_alone = self._path(number), not distributed.is_initialized()
         if self._group is None and not is_alone:
             self._group = distributed.new_group(backend="gloo")
         if is_alone:
             warnings.filterwarnings("ignore", _ONE_PROCESS)  # for good, as the thread warns
-        state, path = _state(model, optimizer, more), self._path(number)
+        state = _state(model, optimizer, _whole(more))
+        if (
+            is_alone or distributed.get_rank() == 0
+        ):  # before a rank writes: that of this number is not complete any more
+            with suppress(FileNotFoundError, NotADirectoryError):
+                (path / _WRITTEN_LAST).unlink()
+            self._note_last(number)
         self._writing = checkpoint.async_save(state, checkpoint_id=path, process_group=self._group, no_dist=is_alone)
 
     def wait(self) -> None:
@@ -142,11 +156,15 @@ class Checkpoints:
         Raises:
             RuntimeError: It could not be written.
         """
-        writing, self._writing = self._writing, None
+        writing = self._writing
         if writing is None:
             return
-        with _failing_as_error(f"a checkpoint in {self.folder} could not be written"):
-            writing.result()
+        try:
+            with _failing_as_error(f"a checkpoint in {self.folder} could not be written"):
+                writing.result()
+        finally:
+            if writing.done():  # else Ctrl-C has ended the wait
+                self._writing = None
         self._remove()
 
     def numbers(self) -> list[int]:
@@ -156,7 +174,7 @@ class Checkpoints:
     def load(
         self, model: Module, optimizer: Optimizer | None = None, number: int | None = None, **more: Any
     ) -> dict[str, Any]:
-        """Load a checkpoint, by default the newest complete one, on any mesh.
+        """Load a checkpoint, by default the complete one that was saved last, on any mesh.
 
         Collective, if ``torch.distributed`` is initialised.
 
@@ -179,7 +197,7 @@ class Checkpoints:
             raise UsageError(f"{self.folder} has no complete checkpoint {number}; there are {known}")
         if not numbers:
             return more
-        return load(self._path(numbers[-1] if number is None else number), model, optimizer, **more)
+        return load(self._path(self._order()[-1] if number is None else number), model, optimizer, **more)
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{_NAME}{number}"
@@ -189,14 +207,29 @@ class Checkpoints:
         found = {path.name.removeprefix(_NAME): path for path in self.folder.glob(f"{_NAME}*")}
         return {int(name): path for name, path in found.items() if name.isdigit()}
 
+    def _note_last(self, number: int) -> None:
+        """Note the number of the checkpoint that is saved last, perhaps not the largest one."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        new = self.folder / f"{_LAST}.new"
+        new.write_text(str(number))
+        new.replace(self.folder / _LAST)
+
+    def _order(self) -> list[int]:
+        """The numbers of the complete checkpoints, those first that a run has left as it went back; the last one last."""
+        try:
+            last = int((self.folder / _LAST).read_text())
+        except FileNotFoundError:  # of an earlier version
+            return self.numbers()
+        return sorted(self.numbers(), key=lambda number: (number <= last, number))
+
     def _remove(self) -> None:
         """Remove the checkpoints that are too many; all ranks find the same ones afterwards."""
         from torch import distributed
 
         if self._group is None or distributed.get_rank() == 0:
-            complete = self.numbers()
+            complete = self._order()
             for number, path in self._all().items():
-                if number < complete[-1] and number not in complete[-self._keep :]:
+                if number not in complete[-self._keep :] and (number < complete[-1] or number in complete):
                     shutil.rmtree(path, ignore_errors=True)
         if self._group is not None:
             distributed.barrier(self._group)
@@ -204,6 +237,7 @@ class Checkpoints:
 
 _NAME = "checkpoint-"
 _WRITTEN_LAST = ".metadata"  # of a folder of DCP
+_LAST = ".last"  # the number of the checkpoint that was saved last, or is about to be
 _ONE_PROCESS = "torch.distributed is disabled, unavailable or uninitialized"  # a warning, of what is intended
 
 
@@ -226,6 +260,42 @@ def _failing_as_error(what: str) -> Iterator[None]:
         failures = sorted(error.failures.items())
         said = "; ".join(f"rank {rank}: {type(why).__name__}: {why}" for rank, (why, _) in failures)
         raise RuntimeError(f"{what}: {said}") from error
+
+
+def _is_container(value: object) -> bool:
+    return isinstance(value, (Mapping, list))
+
+
+def _whole(more: dict[str, Any], saved: Collection[str] | None = None) -> dict[str, Any]:
+    """Further values in a form in which DCP saves each whole: of dicts it would load the keys alone that it is given.
+
+    Args:
+        more: The values. Dicts of tensors stay as they are, as a tensor may have parts on several ranks.
+        saved: Names that a checkpoint to load has, in which others than these have no form of their own.
+    """
+    return {
+        name: (value,)
+        if _is_container(value) and (not _has_tensors(value) if saved is None else f"more.{name}" in saved)
+        else value
+        for name, value in more.items()
+    }
+
+
+def _has_tensors(value: object) -> bool:
+    from torch import Tensor
+
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return any(map(_has_tensors, value)) if isinstance(value, (list, tuple)) else isinstance(value, Tensor)
+
+
+def _names_in(path: str | os.PathLike[str]) -> Collection[str]:
+    """The names of what a checkpoint has; none if it cannot be read, as loading it says."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    with suppress(OSError):
+        return FileSystemReader(path).read_metadata().state_dict_metadata
+    return ()
 
 
 def _state(model: Module, optimizer: Optimizer | None, more: dict[str, Any]) -> dict[str, Any]:
