@@ -25,8 +25,11 @@ test-fast: $(VENV)/.dev
 
 test-all: test  ## and the slow rest: tutorials, examples, benchmarks, soak, random programs, several hosts, verl's own tests
 	$(PYTEST) -m slow $(TEST_OPTIONS)
-	$(MAKE) --no-print-directory --jobs=2 --output-sync fuzz simulate $(if $(CI),SIMULATION_OPTIONS="--seed 1")
+	$(MAKE) --no-print-directory --jobs=2 --output-sync fuzz simulate $(if $(CI),$(SHORTER))
 	$(MAKE) --no-print-directory --jobs=2 test-hosts-fast test-verl-fast
+
+# What anybody runs by hand goes on for a minute each time, with other seeds.
+SHORTER := FUZZ_OPTIONS="--minutes 0.5" SIMULATION_OPTIONS="--minutes 0.5 --seed 1"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -102,9 +105,9 @@ $(VERL)/.trainers: $(VERL)/.ready tests/verl/requirements-trainers.txt
 	$(VERL_PIP) install --constraint constraints.txt --requirement tests/verl/requirements-trainers.txt
 	touch $@
 
-# Those of them that take a few seconds each.
+# Those of them that take less than half a minute each on an idle machine.
 FAST_VERL_TESTS := test_get_set_dispatch_collect_cpu test_fused_workers_on_cpu test_driverfunc_to_worker \
-	test_auto_padding_on_cpu test_decorator_on_cpu test_ray_local_envs_on_cpu
+	test_auto_padding_on_cpu test_ray_local_envs_on_cpu
 
 test-verl-fast:
 	$(MAKE) test-verl VERL_TESTS="$(FAST_VERL_TESTS)"
@@ -150,9 +153,10 @@ bench-engines: $(VLLM)/.ready  ## what batches, requests and the endpoint cost b
 bench-hosts: $(VENV)/.dev  ## calls and rows to ranks on other hosts, which are namespaces; needs root, else it says so
 	$(BIN)/python benchmarks/hosts.py $(BENCH_OPTIONS)
 
-$(VERL)/.ready: constraints.txt tests/verl/requirements.txt benchmarks/requirements-torch.txt benchmarks/requirements-verl-itself.txt
+# What the environment of the checkout has is not installed once more: torch, Ray, and most of what verl needs.
+$(VERL)/.ready: constraints.txt tests/verl/requirements.txt benchmarks/requirements-verl-itself.txt $(VENV)/.dev
 	$(PYTHON) -m venv $(VERL)
-	$(VERL_PIP) install --constraint constraints.txt --requirement benchmarks/requirements-torch.txt
+	echo $(realpath $(VENV))/lib/python3*/site-packages > $$(echo $(VERL)/lib/python3*/site-packages)/checkout.pth
 	$(VERL_PIP) install --constraint constraints.txt --requirement tests/verl/requirements.txt
 	$(VERL_PIP) install --no-deps --requirement benchmarks/requirements-verl-itself.txt
 	$(VERL_PIP) download --no-deps --dest $(VERL) --requirement benchmarks/requirements-verl-itself.txt

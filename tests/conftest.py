@@ -25,6 +25,7 @@ settings.load_profile("default")
 
 os.environ.setdefault("BANDMASTER_FULL_TRACEBACKS", "1")  # who works on this library wants to see its frames
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray's next version does by itself
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a fifth of what it costs to start Ray, some 60 times
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job, and so in what tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,7 +9,8 @@ from fuzz.table import MESHES, program_of_type, types_of_rows
 
 TYPES = types_of_rows()
 
-pytestmark = pytest.mark.slow_on("inprocess", "ray")  # which have the same codec and tables as `local`
+# Ranks on Ray have the codec and the tables of local ones.
+pytestmark = [pytest.mark.backends("inprocess", "local"), pytest.mark.slow_on("inprocess")]
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,15 @@ import io
 import logging
 import sys
 import time
+from pathlib import Path
 
 import ray
-from ray.cluster_utils import Cluster
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
+
+sys.path.append(str(Path(__file__).parents[1]))
+from small_ray import small_cluster
 
 
 class Talks(bm.Worker):
@@ -34,7 +37,7 @@ def of(stream, n_lines):
 records = io.StringIO()
 logging.getLogger("talks").addHandler(logging.StreamHandler(records))
 logging.getLogger("talks").setLevel("INFO")
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+cluster = small_cluster(num_cpus=1)
 cluster.add_node(num_cpus=1)
 cluster.wait_for_nodes()
 ray.init(address=cluster.address, log_to_driver=False)

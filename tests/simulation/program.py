@@ -10,6 +10,7 @@ import math
 import random
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
@@ -33,6 +34,7 @@ LONG_S = 4.0
 QUICK = Plan()
 _LOGGERS = "bandmaster", "asyncio", "concurrent.futures"
 logging.getLogger("asyncio").addHandler(logging.NullHandler())  # tasks of killed processes end between programs
+warnings.filterwarnings("ignore", "coroutine '_value' was never awaited")  # their task was cancelled before it began
 SETTLED_S = 60.0  # in which threads end, and leases, once all is closed
 
 

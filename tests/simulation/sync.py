@@ -197,8 +197,8 @@ class Thread:
         self._task: Task | None = None
 
     def start(self) -> None:
-        assert worlds.world is not None, "a program runs"
-        self._task = worlds.world.spawn(self.name, self._run)
+        if worlds.world is not None:  # else a coroutine of a killed process is collected after its program
+            self._task = worlds.world.spawn(self.name, self._run)
 
     def _run(self) -> None:
         target, args, kwargs = self._target, self._args, self._kwargs

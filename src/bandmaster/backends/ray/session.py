@@ -127,7 +127,9 @@ class RayConnection:
             if cluster is not None:
                 ray.init(cluster, logging_level=logging.WARNING)
             else:
-                ray.init("local", include_dashboard=False, logging_level=logging.WARNING, resources={PLACE: 1e6})
+                options = {"include_dashboard": False, "logging_level": logging.WARNING, "resources": {PLACE: 1e6}}
+                # Ray would start processes for tasks, which groups do not need, beside those that they wait for.
+                ray.init("local", **options, _system_config={"prestart_worker_first_driver": False})
                 self.is_embedded = True
             self._session = RaySession()
 
