@@ -123,6 +123,30 @@ def test_a_rank_that_dies_ends_a_collective_and_its_group_can_be_connected_anew(
             assert_connected([trainer, rollout], [1, 1])
 
 
+def test_groups_of_which_a_rank_died_while_joining_can_be_connected_anew(trainer):
+    class DiesOnce(Peer):
+        dies = False
+
+        @register(Dispatch.ONE_TO_ALL)
+        def die_while_joining(self, rank):
+            self.dies = self.rank == rank
+
+        @register(Dispatch.ONE_TO_ALL)
+        def join_connection(self, *args):
+            if self.dies:
+                os._exit(3)
+            super().join_connection(*args)
+
+    with bm.ResourcePool([2]) as pool:
+        rollout = bm.WorkerGroup(pool, DiesOnce)
+        rollout.die_while_joining(1)
+        with pytest.raises(bm.WorkerDied, match=r"rank 1 .*exit code 3"):
+            rl.connect(trainer, rollout, timeout=2)
+        rollout.replace(1)
+        with rl.connect(trainer, rollout, timeout=20):
+            assert_connected([trainer, rollout], [2, 2, 1, 1])
+
+
 def test_a_rank_that_dies_while_joining_ends_the_wait_of_the_others(trainer):
     class Dies(Peer):
         @register(Dispatch.ONE_TO_ALL)

@@ -417,7 +417,7 @@ def test_an_engine_that_refuses_weights_leaves_the_old_ones_everywhere(source, e
     assert_has(engine, source, 3)
 
 
-def test_an_engine_that_cannot_go_back_says_so_and_a_later_sync_mends_it(source, engine):
+def test_an_engine_that_cannot_go_back_says_so_and_a_later_sync_mends_it(source, engine, monkeypatch):
     sync = rl.WeightSync(source, engine)
     sync(version=1)
     engine.fail_at(1, 1, 2)
@@ -427,11 +427,68 @@ def test_an_engine_that_cannot_go_back_says_so_and_a_later_sync_mends_it(source,
         engine.request.options(replica=1)([1]).result()
     with pytest.raises(bm.RemoteError, match="rank 1 is not usable"):
         engine.generate({"prompt": [[1], [2]]})
+    with pytest.raises(bm.RemoteError, match="rank 1 is not usable"):
+        engine.complete.options(replica=1)(rl.Prompt(ids=[1])).result()
+    with pytest.raises(bm.RemoteError, match="rank 1 is not usable"):
+        next(engine.completion_parts.options(replica=1).stream(rl.Prompt(ids=[1])))
+    monkeypatch.setattr("bandmaster.requests.request.LOAD_FRESH_S", 0.0)  # the loads of others are forgotten by then
     for _ in range(6):
+        assert engine.request([1]).result()[0].versions == [1]
         assert engine.request.options(min_version=1)([1]).result()[0].versions == [1]
     sync(version=3)
     assert_has(engine, source, 3)
     assert engine.request.options(replica=1)([1]).result()[0].versions == [3]
+
+
+def test_a_version_that_was_taken_back_is_no_replicas(source, make_group):
+    engine = make_group(2, Recorder)
+    engine.fail_at(1, 1)
+    with pytest.raises(bm.RemoteError, match="does not like them"):
+        rl.WeightSync(source, engine)(version=1)
+    with pytest.raises(bm.CallTimeout, match="no replica has version 1 of its weights: replica 0 none, replica 1 none"):
+        engine.request.options(min_version=1, timeout=0.1)([1])
+    assert engine.request([1]).result(DEADLINE_S)[0].versions == [0]
+
+
+class FallsAsleep(Recorder):
+    """An engine that is put to sleep as new weights are staged, whose pause that is here."""
+
+    is_asleep = False
+
+    async def pause(self, mode="abort"):
+        await super().pause(mode)
+        self.is_asleep = True
+
+    async def wake(self):
+        self.is_asleep = False
+
+
+def test_an_engine_that_has_gone_to_sleep_since_the_sync_began_gets_no_weights(source, make_group):
+    engine = make_group(1, FallsAsleep)
+    with pytest.raises(bm.RemoteError, match=r"the engine is asleep; call wake\.all"):
+        rl.WeightSync(source, engine)(version=1)
+    assert engine.state()[0][1:] == (None, 0)
+
+
+class Waiting(Recorder):
+    """An engine that waits for weights from the beginning."""
+
+    def __init__(self):
+        super().__init__()
+        self.await_weights()
+
+
+def test_an_engine_without_weights_answers_nobody_until_it_has_some(source, make_group):
+    engine = make_group(1, Waiting)
+    whole = [engine.request([1]), engine.complete(rl.Prompt(ids=[1]))]
+    stream = engine.completion_parts.stream(rl.Prompt(ids=[1]))
+    for one in whole:
+        with pytest.raises(bm.CallTimeout):
+            one.result(0.05)
+    rl.WeightSync(source, engine)(version=4)
+    assert whole[0].result(DEADLINE_S)[0].versions == [4]
+    assert whole[1].result(DEADLINE_S).version == 4
+    assert next(stream).answer.versions == [4]
 
 
 @pytest.mark.backends("local")
@@ -505,6 +562,22 @@ def test_a_replica_without_peers_takes_weights_from_the_copy_of_the_source(sourc
         sync.restore(0)
         loaded, version, _ = engine.state()[0]
         assert version == 1 and all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+@pytest.mark.backends("local")
+def test_a_copy_that_the_source_has_lost_is_an_error_and_not_the_weights_of_now(make_group):
+    source, engine = make_group(1, Source), make_group(1, Recorder)
+    sync = rl.WeightSync(source, engine, delta=True)
+    sync(version=1)
+    source.restart()
+    os.kill(engine.process()[0], signal.SIGKILL)
+    with pytest.raises(bm.WorkerDied):
+        engine.state()
+    engine.replace(0)
+    with pytest.raises(bm.RemoteError, match=r"rank 0 has lost its copy of the weights of this sync.*sync again"):
+        sync.restore(0)
+    sync(version=2)
+    assert_has(engine, source, 2)
 
 
 # --- healing ---
@@ -658,6 +731,29 @@ def test_healing_has_ended_when_all_replicas_are_replaced(source, mortal):
     assert not set(before) & set(engine.process())
 
 
+class Fragile(Recorder):
+    """An engine whose constructor fails while a file is there."""
+
+    def __init__(self, file):
+        if os.path.exists(file):
+            raise RuntimeError("no room on the device")
+        super().__init__()
+
+
+@pytest.mark.backends("local")
+def test_a_sync_waits_for_no_replica_that_nobody_replaces_any_more(source, make_group, tmp_path):
+    engine = make_group(1, Fragile, tmp_path / "fails")
+    sync = rl.WeightSync(source, engine, heals=True)
+    sync(version=1)
+    (tmp_path / "fails").touch()
+    os.kill(engine.process()[0], signal.SIGKILL)
+    with pytest.raises(bm.ConstructorError, match="no room on the device"):
+        while sync.wait_until_healed(DEADLINE_S):
+            engine.healthy  # noqa: B018  # it is told of deaths then
+    with pytest.raises(bm.WorkerDied):
+        sync.submit(version=2).result(DEADLINE_S)
+
+
 async def awaited(sync):
     await sync.submit(version=5)
 
@@ -731,3 +827,23 @@ def test_a_sync_that_waits_too_long_is_called_off(source, make_group):
     assert engine.state()[0][2] == 1, "the replica that had waited did not load what was called off"
     sync(version=3, in_flight="wait")
     assert_has(engine, source, 3)
+
+
+def test_of_two_syncs_at_a_time_the_later_one_is_in_use(source, make_group):
+    engine = make_group(2, Stubborn)
+    first, later = rl.WeightSync(source, engine), rl.WeightSync(source, engine)
+    asked = engine.request.options(replica=0)([5])
+    while not engine.metrics.options(replica=0)().result()["n_open"]:
+        pass
+    waiting = first.submit(version=1, in_flight="wait")
+    while engine.metrics.options(replica=1)().result()["version"] != 1:
+        pass
+    ended = later.submit(version=2, in_flight="keep")
+    while engine.metrics.options(replica=1)().result()["version"] != 2:
+        pass
+    engine.go.all().result()
+    with pytest.raises(bm.RemoteError, match="another sync to this group has begun since"):
+        waiting.result(DEADLINE_S)
+    ended.result(DEADLINE_S)
+    assert [figures["version"] for figures in engine.metrics.all().result()] == [2, 2]
+    assert asked.result(DEADLINE_S)

@@ -1,6 +1,7 @@
 """Weights from group to group: bit-identical, not through the controller, and all of them at once."""
 
 import os
+import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -290,6 +291,10 @@ def test_a_replaced_worker_gets_the_weights_of_its_peers():
         assert [version for _, version in again] == [None, 5, None]
         with pytest.raises(bm.UsageError, match=r"ranks \[0, 1, 2\] of .* would send and receive"):
             rl.WeightSync(rollout, rollout)
+        for ranks in ([-1], [3], ["2"]):
+            for options in ({"from_ranks": ranks, "to_ranks": [1]}, {"from_ranks": [0], "to_ranks": iter(ranks)}):
+                with pytest.raises(bm.UsageError, match=rf"has ranks 0 to 2, not {re.escape(str(ranks))}"):
+                    rl.WeightSync(rollout, rollout, **options)
 
 
 class Rotary(rl.HoldsWeights):

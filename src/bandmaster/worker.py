@@ -100,7 +100,8 @@ def report(worker: Worker, /, *, load: float | None = None, version: int | None 
     Args:
         worker: The worker itself.
         load: The number of requests that it has, of all callers together, such as those that wait or run in an engine.
-            Callers that have more than that on it count their own. It counts for a few seconds.
+            Callers that have more than that on it count their own. It counts for a few seconds; ``math.inf``, of one
+            that answers nothing for now, until the worker reports another one.
         version: The version of its weights, which grows. It counts until the worker reports another one.
 
     Raises:

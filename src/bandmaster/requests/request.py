@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +50,8 @@ class ReplicaLoad:
             return n
         if report is not self._report:
             self._report, self._others, self._since = report, max(0.0, report.load - n), time.monotonic()
-        return n + self._others if time.monotonic() - self._since < LOAD_FRESH_S else n
+        is_fresh = self._others == math.inf or time.monotonic() - self._since < LOAD_FRESH_S
+        return n + self._others if is_fresh else n
 
 
 class Replica:

@@ -168,7 +168,8 @@ class Router:
         busy = self._busy if self.workers.reports else _n_open
         best = min(candidates, key=busy)
         if best.n_places <= 0:
-            best = min([replica for replica in candidates if replica.n_places > 0], default=best, key=busy)
+            free = [replica for replica in candidates if replica.n_places > 0 and busy(replica) < math.inf]
+            best = min(free, default=best, key=busy)
         if target.key is not None:
             known = self._of_key.get(target.key, best)
             if known in candidates and busy(known) <= busy(best) + target.spill:
@@ -212,7 +213,7 @@ class Router:
         wanted = range(len(self.replicas)) if target.replica is None else [target.replica]
         versions = {n: self._version(self.replicas[n]) for n in wanted}
         if target.min_version is not None and max(versions.values()) < target.min_version:
-            told = [f"replica {n} {'none' if found == -math.inf else found}" for n, found in versions.items()]
+            told = [f"replica {n} {'none' if found < 0 else found}" for n, found in versions.items()]
             return (
                 f"no replica has version {target.min_version} of its weights: {', '.join(told)}; have the workers load "
                 "it, and tell so by report(self, version=...)"

@@ -215,7 +215,7 @@ class Checkpoints:
         new.replace(self.folder / _LAST)
 
     def _order(self) -> list[int]:
-        """The numbers of the complete checkpoints, those first that a run has left as it went back; the last one last."""
+        """The numbers of the complete checkpoints: those that a run has left as it went back, then its own."""
         try:
             last = int((self.folder / _LAST).read_text())
         except FileNotFoundError:  # of an earlier version
@@ -293,9 +293,11 @@ def _names_in(path: str | os.PathLike[str]) -> Collection[str]:
     """The names of what a checkpoint has; none if it cannot be read, as loading it says."""
     from torch.distributed.checkpoint import FileSystemReader
 
-    with suppress(OSError):
-        return FileSystemReader(path).read_metadata().state_dict_metadata
-    return ()
+    try:
+        names: Collection[str] = FileSystemReader(path).read_metadata().state_dict_metadata
+    except OSError:
+        return ()
+    return names
 
 
 def _state(model: Module, optimizer: Optimizer | None, more: dict[str, Any]) -> dict[str, Any]:

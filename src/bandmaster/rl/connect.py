@@ -75,7 +75,7 @@ class Connectable(Worker):
         choose_interface(address[0])
         timeout = timedelta(seconds=timeout_s)
         store = self._stores.get(name)
-        if store is None:
+        if store is None or (store.host, store.port) != tuple(address):  # of a connection that could not be made
             store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
         self._stores = {**self._stores, name: store}
         group = _process_group(f"bandmaster/{name}", backend, store, first_rank + self.rank, n_ranks, timeout)

@@ -94,9 +94,15 @@ def layout_of(group: Any, ranks: Iterable[int] | None) -> Layout:
         raise UsageError(
             f"the workers of {getattr(group, 'name', group)!r} hold no weights; derive them from rl.HoldsWeights"
         )
-    said, chosen = group.weights_layout(), None if ranks is None else {*ranks}
+    chosen = range(group.world_size) if ranks is None else list(ranks)
+    if wrong := [rank for rank in chosen if rank not in range(group.world_size)]:
+        raise UsageError(
+            f"{group.name} has ranks 0 to {group.world_size - 1}, not {wrong}; from_ranks are those of the source, "
+            "to_ranks those of the target"
+        )
+    said = group.weights_layout()
     tensors = {name: spec for specs, _ in said for name, spec in specs.items()}
-    return Layout(tensors, [boxes if chosen is None or rank in chosen else {} for rank, (_, boxes) in enumerate(said)])
+    return Layout(tensors, [boxes if rank in chosen else {} for rank, (_, boxes) in enumerate(said)])
 
 
 def replicas_in(plan: Resharding) -> tuple[list[list[str]], list[dict[str, int]]] | None:

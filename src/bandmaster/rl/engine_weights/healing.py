@@ -28,7 +28,6 @@ class Healing:
 
     def __init__(self, sync: Restores) -> None:
         self._sync, self._group = sync, sync.target
-        self._n_open = 0  # replacements that have begun and not ended; changed with `has_healed`
         self._error: BaseException | None = None
         self._one_at_a_time = threading.Lock()
         self._group.on_death(lambda death: self._begin(sorted(death.failures), death.failures[death.rank].summary))
@@ -41,14 +40,14 @@ class Healing:
             BandmasterError: A replica could not be replaced.
         """
         with self._sync.has_healed:
-            is_whole = self._sync.has_healed.wait_for(lambda: not self._n_open, timeout)
+            is_whole = self._sync.has_healed.wait_for(lambda: not self._sync.n_healing, timeout)
         if is_whole and self._error is not None:
             raise self._error
         return is_whole
 
     def _begin(self, ranks: Sequence[int], why: str) -> None:
         with self._sync.has_healed:
-            self._n_open += 1
+            self._sync.n_healing += 1
         threading.Thread(target=self._heal, args=(ranks, why), name="bandmaster-healing", daemon=True).start()
 
     def _heal(self, ranks: Sequence[int], why: str) -> None:
@@ -67,7 +66,7 @@ class Healing:
             LOG.warning("%s, and was replaced in %.1f s%s: %s", which, time.monotonic() - begun, told, why)
         finally:
             with self._sync.has_healed:
-                self._n_open -= 1
+                self._sync.n_healing -= 1
                 self._sync.n_healed += 1
                 self._sync.heals_succeed = self._error is None
                 self._sync.has_healed.notify_all()

@@ -54,6 +54,7 @@ class Restores:
             lives, if replicas that died are left out.
         has_healed: Notified when replicas were replaced, or could not be.
         n_healed: How often it was notified.
+        n_healing: Replacements that have begun and not ended; changed with `has_healed`.
         heals_succeed: Whether the last replacement has succeeded.
     """
 
@@ -64,7 +65,7 @@ class Restores:
         self.lock = threading.Lock()
         self.away: int | None = None
         self.has_healed = threading.Condition()
-        self.n_healed, self.heals_succeed = 0, True
+        self.n_healed, self.n_healing, self.heals_succeed = 0, 0, True
         self.on_engine_death: Callable[[int, BaseException], None] = lambda replica, error: None
 
     @contextlib.contextmanager

@@ -20,10 +20,10 @@ NO_REPLICAS: Mapping[str, int] = MappingProxyType({})
 FROM_RANKS = TransferProtocol(PerRank(), Concat("rank"))
 ARGUMENTS: Mapping[str, Broadcast | PerRank] = {
     "dtypes": Broadcast(),
-    "sync": Broadcast(),
     "checksums": Broadcast(),
     "replicas": PerRank(),
 }
+SYNCS: Mapping[str, Broadcast] = {"sync": Broadcast(), "base": Broadcast()}
 
 
 class PacksWeights(Worker):
@@ -43,7 +43,7 @@ class PacksWeights(Worker):
         weights = self.weights()
         return [dict(zip(names, checksums(local_tensor(weights[name]) for name in names), strict=True))]
 
-    @register(FROM_RANKS, arguments={**ARGUMENTS, "base": Broadcast()})
+    @register(FROM_RANKS, arguments={**ARGUMENTS, **SYNCS})
     def snapshot_weights(
         self,
         outgoing: Sequence[Piece],
@@ -79,23 +79,19 @@ class PacksWeights(Worker):
         self._snapshots = {**self._snapshots, sync: snapshot}
         return [sync]
 
-    @register(FROM_RANKS, arguments={**ARGUMENTS, "base": Broadcast()})
+    @register(FROM_RANKS, arguments=ARGUMENTS)
     def pack_weights(
         self,
         outgoing: Sequence[Piece],
         dtypes: Mapping[str, str],
-        sync: int,
-        base: int | None = None,
         checksums: Sequence[Mapping[str, int]] = (),
         replicas: Mapping[str, int] = NO_REPLICAS,
     ) -> list[Packed]:
-        """Return one row: pieces from the snapshot of a sync, or else as they are now.
+        """Return one row: pieces as they are now.
 
         Args:
             outgoing: The pieces.
             dtypes: The dtype to send each tensor in, by name.
-            sync: Identifies the sync.
-            base: The sync whose pieces the receivers have, so that changes are enough; None sends pieces whole.
             checksums: For each rank, the checksums of its tensors by name.
             replicas: The first rank that has the same part of a tensor, by the name of the tensor.
 
@@ -103,17 +99,34 @@ class PacksWeights(Worker):
             UsageError: A tensor's checksum differs from that of the other rank.
         """
         self.check_replicas(checksums, replicas)
-        kept = self._snapshots.get(sync)
-        new = {piece: kept[piece] for piece in outgoing} if kept is not None else self._cast(outgoing, dtypes)
-        old = {} if base is None else self._snapshots.get(base, {})
-        return [pack_pieces((tensor, old.get(piece)) for piece, tensor in new.items())]
+        return [pack_pieces((tensor, None) for tensor in self._cast(outgoing, dtypes).values())]
+
+    @register(FROM_RANKS, arguments=SYNCS)
+    def pack_snapshot(self, outgoing: Sequence[Piece], sync: int, base: int | None) -> list[Packed]:
+        """Return one row: pieces as they were at the snapshot of a sync.
+
+        Args:
+            outgoing: The pieces.
+            sync: Identifies the sync.
+            base: The sync whose pieces the receivers have, so that changes are enough; None sends pieces whole.
+
+        Raises:
+            UsageError: This rank does not have the snapshot any more.
+        """
+        if sync not in self._snapshots:
+            raise UsageError(
+                f"rank {self.rank} has lost its copy of the weights of this sync, as it was replaced or restarted "
+                "since; sync again, which brings the weights as they are now"
+            )
+        kept, old = self._snapshots[sync], {} if base is None else self._snapshots.get(base, {})
+        return [pack_pieces((kept[piece], old.get(piece)) for piece in outgoing)]
 
     @register(Dispatch.ONE_TO_ALL)
     def weights_memory(self) -> Memory:
         """The memory in which the weights are."""
         return Memory.of(self)
 
-    @register(FROM_RANKS, arguments=ARGUMENTS)
+    @register(FROM_RANKS, arguments={**ARGUMENTS, "sync": Broadcast()})
     def lend_weights(
         self,
         names: Sequence[str],

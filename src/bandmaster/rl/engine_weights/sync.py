@@ -191,7 +191,10 @@ class EngineSync(Restores):
         self.lock.release()
         try:
             with self.has_healed:
-                return self.has_healed.wait_for(lambda: self.n_healed > beyond, HEAL_S) and self.heals_succeed
+                is_over = self.has_healed.wait_for(
+                    lambda: self.n_healed > beyond or not (self.n_healing or self.heals_succeed), HEAL_S
+                )
+                return is_over and self.heals_succeed
         finally:
             self.lock.acquire()
 
@@ -261,8 +264,10 @@ class EngineSync(Restores):
     # --- messages ---
 
     def _pack(self, bucket: Sequence[Sequence[Piece]], sync: int, base: int | None, is_first: bool = False) -> Any:
-        more = compared(self.source, self._replicas) if is_first and not self._is_kept else []
-        return self.source.pack_weights.submit(bucket, self._dtypes, sync, base, *more)
+        if self._is_kept:
+            return self.source.pack_snapshot.submit(bucket, sync, base)
+        more = compared(self.source, self._replicas) if is_first else []
+        return self.source.pack_weights.submit(bucket, self._dtypes, *more)
 
     def _without_dead(self, found: Iterable[int], errors: Mapping[int, BaseException]) -> list[int]:
         """The replicas that have answered.

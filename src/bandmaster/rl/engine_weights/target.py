@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 PauseMode = Literal["keep", "wait", "abort"]
 T = TypeVar("T")
 CONTROL = 8  # requests of one caller that a replica runs at a time
-UNUSABLE_LOAD = 1e9  # reported by a replica that answers nothing, so that requests go elsewhere
+UNUSABLE_LOAD = math.inf  # reported by a replica that answers nothing, so that requests go elsewhere
 NO_VERSION = -(1 << 62)  # reported by it, so that requests with a `min_version` go elsewhere
 LOG = logging.getLogger(__name__)
 
@@ -358,6 +359,9 @@ class TakesWeights(Worker):
         async with self.held(in_flight):
             if self._called_off == weights.sync:  # while requests ended, for example
                 raise UsageError("the sync was called off, as it has failed elsewhere or has taken too long")
+            if self._switch is not asyncio.current_task():
+                raise _overtaken()
+            self.check_takes_weights()  # it may have gone to sleep since the sync began
             try:
                 await self.load_staged(weights, version)
             except BaseException as error:
@@ -406,8 +410,7 @@ class TakesWeights(Worker):
         if self._unusable or self._arrived is not None:
             report(self, load=0)
         self._used, self._unusable, self._unusable_by, self.weights_version = weights, "", None, version
-        if type(version) is int:
-            report(self, version=version)
+        report(self, version=version if type(version) is int else NO_VERSION)
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function that takes long in a thread of this engine, one call at a time."""
@@ -417,12 +420,16 @@ class TakesWeights(Worker):
 
     def _of_sync(self, sync: int) -> StagedWeights:
         if self._incoming is None or self._incoming.sync != sync:
-            raise Overtaken(
-                "this rank does not have the earlier buckets of this sync: another sync to this group has begun since, "
-                "or the rank was replaced. It keeps the weights that it uses; sync again, and let one rl.WeightSync to "
-                "a group end before the next one begins"
-            )
+            raise _overtaken()
         return self._incoming
+
+
+def _overtaken() -> Overtaken:
+    return Overtaken(
+        "this rank does not have the earlier buckets of this sync: another sync to this group has begun since, or the "
+        "rank was replaced. It keeps the weights that it uses; sync again, and let one rl.WeightSync to a group end "
+        "before the next one begins"
+    )
 
 
 def _stage(staged: StagedWeights, rows: Sequence[Packed], pieces: Sequence[Sequence[Piece]]) -> None:

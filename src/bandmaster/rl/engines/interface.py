@@ -230,8 +230,9 @@ class Engine(TakesWeights, ABC):
             UsageError: Before the engine does anything: the prompt or the sampling is not valid.
         """
         begun, sampling = await self._begin(prompt, sampling)
-        version = self.version
         with self._counted():
+            await self.has_weights()
+            version = self.version
             return begun.completion(await self.answers(begun.ids, sampling), version)
 
     @register(Dispatch.REQUEST, concurrency=CONCURRENCY)
@@ -250,8 +251,9 @@ class Engine(TakesWeights, ABC):
             UsageError: Before the engine does anything: the prompt or the sampling is not valid.
         """
         begun, sampling = await self._begin(prompt, sampling)
-        parts = self.increments(begun.ids, sampling)
         with self._counted():
+            await self.has_weights()
+            parts = self.increments(begun.ids, sampling)
             try:
                 async for part in parts:
                     yield begun.part(part)

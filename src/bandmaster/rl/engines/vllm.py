@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 AT_A_TIME_NBYTES = 256 << 20  # of the weights that are loaded in one call of vLLM
 MEMORY = frozenset(("weights", "kv_cache"))  # the tags of what sleep gives up
-DEAD_LOAD = 1e9  # reported by a replica whose engine has died, so that requests go elsewhere
+DEAD_LOAD = math.inf  # reported by a replica whose engine has died, so that requests go elsewhere
 
 
 class VLLM(Engine):
@@ -272,6 +273,10 @@ class VLLM(Engine):
         finally:
             self._open.discard(name)
             await outputs.aclose()
+
+    def _report_load(self) -> None:
+        if self._engine is None or not self._engine.errored:  # else it stays what was reported of its death
+            super()._report_load()
 
     @property
     def _death(self) -> str:
