@@ -450,6 +450,25 @@ def test_a_version_that_was_taken_back_is_no_replicas(source, make_group):
     assert engine.request([1]).result(DEADLINE_S)[0].versions == [0]
 
 
+def test_a_pause_of_the_user_outlasts_a_sync_that_waits_for_requests(source, make_group):
+    engine = make_group(1, Stubborn)
+    sync = rl.WeightSync(source, engine)
+    sync(version=1)
+    asked = engine.request([5])
+    while not engine.metrics().result()["n_open"]:
+        pass
+    ended = sync.submit(version=2, in_flight="wait")
+    while engine.facts().result().is_ready:
+        pass
+    engine.pause.all("keep").result()
+    engine.go.all().result()
+    ended.result(DEADLINE_S)
+    assert asked.result(DEADLINE_S)[0].versions == [1]
+    assert not engine.facts().result().is_ready
+    engine.resume.all().result()
+    assert engine.facts().result().is_ready
+
+
 class FallsAsleep(Recorder):
     """An engine that is put to sleep as new weights are staged, whose pause that is here."""
 
@@ -468,6 +487,19 @@ def test_an_engine_that_has_gone_to_sleep_since_the_sync_began_gets_no_weights(s
     with pytest.raises(bm.RemoteError, match=r"the engine is asleep; call wake\.all"):
         rl.WeightSync(source, engine)(version=1)
     assert engine.state()[0][1:] == (None, 0)
+
+
+def test_a_replica_that_sleeps_is_restored_when_it_is_awake(source, make_group):
+    engine = make_group(2, FallsAsleep)
+    sync = rl.WeightSync(source, engine)
+    engine.pause.all("keep").result()  # so that the sync does not
+    engine.wake.all().result()
+    sync(version=1)
+    engine.pause.options(replica=1)("keep").result()
+    with pytest.raises(bm.RemoteError, match=r"the engine is asleep; call wake\.all"):
+        sync.restore(1)
+    engine.wake.all().result()
+    sync.restore(1)
 
 
 class Waiting(Recorder):

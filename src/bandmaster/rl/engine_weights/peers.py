@@ -109,6 +109,7 @@ class Restores:
         Returns:
             The place from which they came; "" if no replica gave them.
         """
+        self.sent("takes_weights", replica).result()  # not as an error of its peers
         for peer in self.reachable:
             if peer != replica:
                 with contextlib.suppress(RemoteError, WorkerDied):

@@ -51,6 +51,10 @@ class EngineDied(UsageError):
     """The engine of a replica has died, though its worker lives."""
 
 
+class NotUsable(UsageError):
+    """The engine of a replica has lost its weights, and answers nothing until it gets others."""
+
+
 class Overtaken(UsageError):
     """Another sync to a replica has begun, or the replica was replaced."""
 
@@ -333,16 +337,16 @@ class TakesWeights(Worker):
         """Wait until a replica that was replaced, or has dropped its weights, has some.
 
         Raises:
-            UsageError: The engine has lost its weights.
+            NotUsable: The engine has lost its weights.
         """
         if self._arrived is not None:
             await self._arrived.wait()
         self.check_usable()
 
     def check_usable(self) -> None:
-        """Raise UsageError if the engine has no weights that could be used."""
+        """Raise `NotUsable` if the engine has no weights that could be used."""
         if self._unusable:
-            raise UsageError(
+            raise NotUsable(
                 f"rank {self.rank} is not usable: {self._unusable}; sync again, or have it replaced by "
                 f"group.replace({self.rank})"
             )

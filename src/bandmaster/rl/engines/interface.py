@@ -395,9 +395,9 @@ class Engine(TakesWeights, ABC):
             in_flight: The mode of `pause`.
         """
         is_paused_here = self.is_ready
+        n_pauses = self._n_pauses + is_paused_here
         if is_paused_here:
             await self.pause(in_flight)
-        n_pauses = self._n_pauses
         try:
             yield
         finally:
