@@ -1,6 +1,7 @@
 """Weights into engines: changes alone, syncs that fail, and replicas that die; by engines that keep what they get."""
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -288,6 +289,22 @@ def test_specs_of_a_checkpoint(tmp_path):
     assert as_engine_has_them(specs, "bfloat16")["b"][1] == "bfloat16"
     assert as_engine_has_them(specs, "bfloat16")["c"][1] == "float16", "not the main dtype"
     assert checkpoint_specs(tmp_path / "nowhere") is None
+
+
+def test_other_files_beside_those_of_the_model_do_not_count(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(3)}, tmp_path / "model.safetensors")
+    save_file({"lora": torch.zeros(2)}, tmp_path / "adapter_model.safetensors")
+    assert checkpoint_specs(tmp_path).keys() == {"a"}
+    for number, name in enumerate("bc", 1):
+        save_file({name: torch.zeros(2)}, tmp_path / f"model-0000{number}-of-00002.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps(
+            {"weight_map": {name: f"model-0000{number}-of-00002.safetensors" for number, name in [(2, "c"), (1, "b")]}}
+        )
+    )
+    assert list(checkpoint_specs(tmp_path)) == ["b", "c"]
 
 
 # --- syncs ---

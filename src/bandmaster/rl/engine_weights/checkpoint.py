@@ -27,16 +27,20 @@ DTYPES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
+NAME = "model.safetensors"
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def checkpoint_specs(folder: Path) -> dict[str, Spec] | None:
-    """The tensors of the safetensors files of a folder, in the order of their bytes; None if there are no such files.
+    """The tensors of the safetensors files of a model, in the order of their bytes; None if there are no such files.
+
+    Args:
+        folder: Its folder, which may have others beside them, such as the same weights in one file by other names.
 
     Source: https://huggingface.co/docs/safetensors, for the format of headers.
     """
     specs: dict[str, Spec] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in _files(folder):
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             header = json.loads(opened.read(length))
@@ -46,6 +50,14 @@ def checkpoint_specs(folder: Path) -> dict[str, Spec] | None:
                 return None
             specs[name] = tuple(one["shape"]), DTYPES[one["dtype"]]
     return specs or None
+
+
+def _files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers would load: those of the index, or the one of its name, or any."""
+    index, alone = folder / f"{NAME}.index.json", folder / NAME
+    if index.exists():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return [alone] if alone.exists() else sorted(folder.glob("*.safetensors"))
 
 
 def as_engine_has_them(specs: dict[str, Spec], dtype: str) -> dict[str, Spec]:
