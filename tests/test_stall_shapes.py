@@ -231,6 +231,16 @@ def test_the_end_of_a_chain_is_named(groups, gate, noticed, method):
     assert "\n  rank 1 of group 'ranks': in silent_engine (test_stall_shapes.py:" in text
 
 
+def test_a_chain_leads_to_the_group_of_the_whole_name(groups, make_pool, gate, noticed):
+    namesake = bm.WorkerGroup(make_pool([2]), Ranks, name="ranks.5")
+    agents = bm.WorkerGroup(make_pool([1]), Agent, namesake, name="agents.5")
+    waiting = agents.ask_alone.options(stall_after=AFTER).submit(gate)
+    text = noticed("ask_alone")
+    gate.touch()
+    waiting.result(DEADLINE)
+    assert "\n  rank 1 of group 'ranks.5': in silent_engine (test_stall_shapes.py:" in text
+
+
 @pytest.mark.slow
 @pytest.mark.here
 def test_the_end_of_a_chain_is_a_stopped_process(groups, gate, noticed):

@@ -75,11 +75,9 @@ class Watcher:
 
     def find(self, name: str) -> tuple[Workers, OpenWork] | None:
         """The workers and the calls of an open group, or of that of a role; None if there is none of that name."""
-        for group in self._groups:
-            ownership = group.ownership()
-            if ownership is not None and f"{name}.".startswith(f"{ownership.name}."):
-                return group.known()
-        return None
+        groups = {owner.name: group for group in self._groups if (owner := group.ownership()) is not None}
+        found = max((owner for owner in groups if f"{name}.".startswith(f"{owner}.")), key=len, default=None)
+        return None if found is None else groups[found].known()
 
     def _run(self) -> None:
         while self._look():
