@@ -11,7 +11,7 @@ from clock import idle_time
 from commands import MINE
 
 import bandmaster as bm
-from bandmaster import Dispatch, register
+from bandmaster import Dispatch, register, rl
 from bandmaster.cli import main
 from bandmaster.wire.stacks import TASKS, readable
 from bandmaster.wire.status_page import stacks
@@ -77,6 +77,34 @@ def test_why_says_what_ranks_run_and_where(waiting, capsys):
     (told,) = [one for one in map(json.loads, capsys.readouterr().out.splitlines()) if one["group"] == group.name]
     assert told["controller"] == os.getpid() and told["places"][0]["ranks"] == [2]
     assert {place["method"] for place in told["places"]} == {"wait_long"}
+
+
+class Evaluates(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def update(self):
+        import torch
+
+        rl.start_torch_distributed(self)
+        if self.rank != 1:  # a common mistake
+            torch.distributed.all_reduce(torch.ones(1))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def evaluate(self):
+        time.sleep(60)
+
+
+@pytest.mark.backends("local")
+@pytest.mark.parametrize("methods, first", [(["update", "evaluate"], "evaluate for "), (["update"], "idle")])
+def test_why_shows_first_the_rank_that_skips_a_collective(make_pool, capsys, methods, first):
+    group = bm.WorkerGroup(make_pool([3]), Evaluates)
+    calls = [getattr(group, method).submit() for method in methods]
+    deadline, text = idle_time() + 30, ""
+    while "rank 0,2: update for " not in text or "all_reduce" not in text or f"rank 1: {first}" not in text:
+        assert idle_time() < deadline, text
+        assert main(["why", group.name, *MINE]) == 0
+        text = capsys.readouterr().out
+    assert all(call.cancel() for call in calls)
+    assert text.split("\n")[1].startswith(f"  rank 1: {first}"), text
 
 
 def test_what_a_worker_tells_twice_of_its_tasks_is_shown_once():

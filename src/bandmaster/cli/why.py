@@ -13,11 +13,11 @@ from bandmaster.cli.discovery import Group, discover
 from bandmaster.cli.names import complaints_about, named, ranges
 from bandmaster.contract import Signs
 from bandmaster.watching.calls import BUSY
-from bandmaster.watching.notice import RankFacts, places
+from bandmaster.watching.notice import RankFacts, place_of
 from bandmaster.wire.status_page import signs_of, stacks
 
 LOOK_S = 0.5  # between the two looks whose difference is the processor time
-IDLE = "idle"
+IDLE = 3, "idle"  # a place, see `place_of`
 
 
 def why(name: str | None, is_json: bool, controller: int | None = None) -> int:
@@ -63,21 +63,19 @@ def seen(groups: Sequence[Group]) -> list[dict[str, Any]]:
 def _said(
     group: Group, before: Mapping[int, Signs], after: Mapping[int, Signs], texts: Mapping[int, str]
 ) -> list[tuple[str, float, str, list[int]]]:
-    """For each method that ranks run: the longest time, the place, and the ranks there; the method is "" for none."""
-    by_method: dict[str, dict[int, RankFacts]] = {}
+    """Each method and place with the longest time and the ranks there, sorted by `place_of`; the method is "" for none.
+
+    Idle ranks come behind those that others may wait for, but before those in a collective: they may have skipped it.
+    """
+    found: dict[tuple[int, bool, str, str], dict[int, float]] = {}
     for identity, _ in group.workers:
         signs = after[identity.pid]
         moves = signs.cpu_s - before[identity.pid].cpu_s >= BUSY * LOOK_S
         facts = RankFacts(signs, texts.get(identity.pid, ""), os.uname().nodename, identity.pid, moves)
-        by_method.setdefault(signs.method, {})[identity.rank] = facts
-    found = []
-    for method, ranks in sorted(by_method.items(), reverse=True):
-        idle = {rank for rank, facts in ranks.items() if not method and facts.stack and facts.signs.state in "RS"}
-        for place, alike in places({rank: facts for rank, facts in ranks.items() if rank not in idle}).items():
-            found.append((method, max(ranks[rank].signs.seconds for rank in alike), place, alike))
-        if idle:
-            found.append(("", 0.0, IDLE, sorted(idle)))
-    return found
+        is_idle = not signs.method and facts.stack and signs.state in "RS"
+        weight, place = IDLE if is_idle else place_of(facts)
+        found.setdefault((weight, not signs.method, place, signs.method), {})[identity.rank] = signs.seconds
+    return [(method, max(ranks.values()), place, sorted(ranks)) for (*_, place, method), ranks in sorted(found.items())]
 
 
 def _text(group: Group, said: Sequence[Mapping[str, object]]) -> str:

@@ -129,7 +129,7 @@ def words_of(site: CallSite) -> str:
 
 def guilty(ranks: Ranks) -> tuple[int, ...]:
     """The ranks that others wait for: those of the places that come first."""
-    weights = {rank: _place(facts)[0] for rank, facts in ranks.items()}
+    weights = {rank: place_of(facts)[0] for rank, facts in ranks.items()}
     return tuple(rank for rank, weight in weights.items() if weight == min(weights.values()))
 
 
@@ -137,12 +137,12 @@ def places(ranks: Ranks) -> dict[str, list[int]]:
     """The places of ranks in words, each with the ranks that are there; those that others wait for come first."""
     found: dict[tuple[int, str], list[int]] = {}
     for rank, facts in ranks.items():
-        found.setdefault(_place(facts), []).append(rank)
+        found.setdefault(place_of(facts), []).append(rank)
     return {words: alike for (_, words), alike in sorted(found.items())}
 
 
-def _place(facts: RankFacts) -> tuple[int, str]:
-    """The place of a rank in words, behind a number by which places are sorted."""
+def place_of(facts: RankFacts) -> tuple[int, str]:
+    """The place of a rank in words, behind a number by which places are sorted: others wait for the lowest."""
     process = f"its process {facts.pid} on host {facts.host}"
     state = _STATES.get(facts.signs.state)
     if state is not None:
