@@ -3,15 +3,18 @@
 import asyncio
 import logging
 import os
+import shlex
 import signal
 import threading
 import time
 
 import pytest
+from commands import MINE
 from hosts import spread
 
 import bandmaster as bm
 from bandmaster import Dispatch, Execute, UsageError, register, rl
+from bandmaster.cli import main
 from bandmaster.contract import Signs
 from bandmaster.watching.calls import Life
 
@@ -157,6 +160,17 @@ def test_the_rank_that_skips_a_collective_comes_first(ranks, noticed, tmp_path):
     assert "all_reduce, called by skip_a_collective (test_stalls.py:" in others
     expected = "  rank 1 is not in all_reduce (number 1 of process group default_pg), in which ranks 0, 2 wait"
     assert mismatch == expected and stall.guilty == (1,)
+
+
+def test_the_command_of_a_notice_shows_the_stacks_of_a_role(make_pool, noticed, tmp_path, capsys):
+    group = bm.colocate(make_pool([2]), actor=Ranks, critic=Ranks, name="my models")
+    waiting = group.actor.wait_for.options(stall_after=AFTER).submit(tmp_path / "gate")
+    stall = noticed()
+    _, *arguments = shlex.split(stall.text.split("`")[1])
+    status = main([*arguments, *MINE])
+    (tmp_path / "gate").touch()
+    waiting.result(DEADLINE)
+    assert stall.group == "my models.actor" and status == 0 and "in wait_for" in capsys.readouterr().out
 
 
 def test_a_method_that_computes_makes_progress(ranks):

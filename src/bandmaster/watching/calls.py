@@ -224,7 +224,7 @@ class WatchedCalls:
             signs = {rank: life.signs for rank, life in self._lives.items() if rank in tickets}
             facts = facts_of(workers, signs, stacks[key])
             unread = [other for other in stalled if other.is_unread and not tickets.keys().isdisjoint(owing(other))]
-            said[call] = self._stall(call, stalled[call], facts, n_more, unread)
+            said[call] = self._stall(call, stalled[call], facts, n_more, unread, group)
         if not is_told:
             self._told = Told(weakref.ref(first), words_of(first.site), now + AGAIN * stalled[first])
             self._tell(said[first])
@@ -241,7 +241,9 @@ class WatchedCalls:
         found.update(workers.stacks({rank: ticket for rank, ticket in tickets.items() if rank not in found}))
         return found
 
-    def _stall(self, call: Any, seconds: float, facts: Ranks, n_more: int, unread: Sequence[Any]) -> Stall:
+    def _stall(
+        self, call: Any, seconds: float, facts: Ranks, n_more: int, unread: Sequence[Any], group: FindGroup
+    ) -> Stall:
         site = call.site
         lines, late = mismatches({rank: one.stack for rank, one in facts.items()})
         if facts and isinstance(call, Call) and all(is_in_collective(one.stack) for one in facts.values()):
@@ -256,7 +258,7 @@ class WatchedCalls:
             lines += chain(facts, self._find)
         has_begun = call.tickets or isinstance(call, Call)  # a call that has ended meanwhile has no tickets either
         waits = "" if has_begun else call.router.why_waiting(call.target)
-        text = notice(site, seconds, facts, n_more, lines, waits)
+        text = notice(site, seconds, facts, n_more, lines, waits, getattr(group(), "name", ""))
         found = tuple(late) or guilty(facts)
         return Stall(site.group, site.method, tuple(owing(call)), seconds, text, time.time(), found)
 

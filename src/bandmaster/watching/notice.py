@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,7 +99,13 @@ def awaited_by(stack: str) -> list[Awaited]:
 
 
 def notice(
-    site: CallSite, seconds: float, ranks: Ranks, n_more: int = 0, lines: Sequence[str] = (), waits: str = ""
+    site: CallSite,
+    seconds: float,
+    ranks: Ranks,
+    n_more: int = 0,
+    lines: Sequence[str] = (),
+    waits: str = "",
+    owner: str = "",
 ) -> str:
     """The text about a call that has stalled.
 
@@ -109,13 +116,14 @@ def notice(
         n_more: Further calls and requests that are behind it, or wait for the same ranks.
         lines: Further lines, such as those about the ranks of other groups that these ranks wait for.
         waits: The reason why it was not sent; "" if it was.
+        owner: The name of the group that has the workers; "" if the call's group does, and is no role.
     """
     more = f", and {n_more} other call{'s' * (n_more > 1)} with it" if n_more else ""
     shown = [f"  {named(alike, site)}: {words}" for words, alike in places(ranks).items()]
     option, scope = "options(timeout=...)", "options"
     if site.method.endswith(".__init__"):
         option, scope = "start_timeout=... of the group", "bandmaster.set_default_options"
-    ends = f"  `bandmaster stack {site.group}` shows the stacks; {option} ends such a wait, and "
+    ends = f"  `bandmaster stack {shlex.quote(owner or site.group)}` shows the stacks; {option} ends such a wait, and "
     ends += f"{scope}(stall_after=None) this notice"
     what = "has waited for a place" if waits else "has made no progress"
     head = f"{words_of(site)} {what} for {seconds:.0f} s{more}:"
