@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 
 import numpy as np
@@ -199,6 +200,43 @@ def test_calls_that_are_too_many_are_dropped_and_counted(actor, monkeypatch):
     assert figure(text, "bandmaster_dropped_spans_total") == 0.0
     assert figure(text, "bandmaster_call_seconds_count", group=actor.name, method="Actor.answer") == 10.0
     assert len(telemetry.timeline().run.calls) == 10
+
+
+class Slow(SpanExporter):
+    """Takes as many spans as it is allowed to, and waits then."""
+
+    def __init__(self):
+        self.allowed = threading.Semaphore(0)
+
+    def export(self, spans):
+        assert self.allowed.acquire(timeout=30)
+        return SpanExportResult.SUCCESS
+
+
+def test_calls_are_counted_while_spans_of_earlier_ones_wait(actor):
+    exporter, provider, waiting = Slow(), TracerProvider(), threading.Event()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+
+    def wait_until_counted(n):
+        deadline = time.monotonic() + 30
+        labels = {"group": actor.name, "method": "Actor.answer"}
+        while figure(telemetry.metrics(), "bandmaster_call_seconds_count", **labels) != n:
+            assert time.monotonic() < deadline, f"{n} calls are not counted, and {len(telemetry.trace.calls)} wait"
+            waiting.wait(0.01)
+
+    with Telemetry(provider=provider, interval=1e-6, budget=1.0) as telemetry:
+        try:
+            for n in range(50):
+                actor.answer.submit(n).result()
+            exporter.allowed.release(10)
+            wait_until_counted(50)
+            actor.answer.submit(50).result()
+            exporter.allowed.release(10)
+            wait_until_counted(51)
+        finally:
+            exporter.allowed.release(1000)
+    assert figure(telemetry.metrics(), "bandmaster_dropped_spans_total") == 0.0
+    provider.shutdown()
 
 
 class Broken(SpanExporter):

@@ -147,11 +147,11 @@ class Telemetry:
     # --- the thread ---
 
     def _run(self) -> None:
-        while not self._is_over.wait(self._interval_s):
+        while not self._is_over.wait(0.0 if self._unsent else self._interval_s):
             self._take()
-            self._tell(self._budget, None)
+            self._tell(time.monotonic() + self._interval_s, self._budget)
         self._take()
-        self._tell(1.0, time.monotonic() + FLUSH_S)
+        self._tell(time.monotonic() + FLUSH_S)
         self._drop(0)
 
     def _take(self) -> None:
@@ -173,12 +173,16 @@ class Telemetry:
             self._unsent.popleft()
             self._figures.n_dropped_spans += 1
 
-    def _tell(self, budget: float, until: float | None) -> None:
+    def _tell(self, until: float, budget: float | None = None) -> None:
         """Tell of the calls that wait, in short slices, so that other threads hardly wait for the interpreter.
 
         All are counted first, as that takes an eighth of the time of their spans.
+
+        Args:
+            until: The moment after which no slice begins but the first: calls that have ended meanwhile are taken.
+            budget: The share of the time that it takes, until the telemetry is closed; None takes all, when it is.
         """
-        while (self._uncounted or self._unsent) and (until is None or time.monotonic() < until):
+        while self._uncounted or self._unsent:
             begun = time.monotonic()
             while (self._uncounted or self._unsent) and time.monotonic() - begun < SLICE_S:
                 try:
@@ -188,7 +192,7 @@ class Telemetry:
                         self._has_warned = True
                         _log.exception("cannot tell of a call; further such errors are not logged")
             took_s = time.monotonic() - begun
-            if until is None and self._is_over.wait(took_s / budget - took_s):
+            if (budget is not None and self._is_over.wait(took_s / budget - took_s)) or time.monotonic() >= until:
                 return
 
     def _tell_of_one(self) -> None:
