@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -38,6 +39,13 @@ def test_output_that_nobody_reads_to_the_end_is_no_error():
     command = [sys.executable, "-m", "bandmaster", "plan", "8,8"]
     run = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writing)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("arguments", ["plan 8,8", "ps", "top --once", "top"])
+def test_standard_output_that_is_closed_is_no_error(arguments):
+    command = f"exec {shlex.quote(sys.executable)} -m bandmaster {arguments} >&-"
+    run = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stderr) == (0, "")
 
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         status = _run(arguments)
-        sys.stdout.flush()
+        print(end="", flush=True)  # there may be no standard output
     except UsageError as error:
         print(f"bandmaster {arguments.command}: {error}", file=sys.stderr)
         return 2

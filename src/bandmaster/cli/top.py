@@ -42,7 +42,7 @@ def top(is_once: bool, interval_s: float, controller: int | None = None) -> int:
         raise UsageError(f"--interval must be at least {SHORTEST_INTERVAL_S:g} seconds, got {interval_s:g}")
     sampler = Sampler(controller)
     sampler.sample()
-    if is_once or not sys.stdout.isatty():
+    if is_once or not (sys.stdout and sys.stdout.isatty()):
         time.sleep(FIRST_LOOK_S)
         print(_text(sampler.sample()))
         return 0
