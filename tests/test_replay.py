@@ -143,6 +143,18 @@ def test_a_group_may_be_closed_in_the_block(group, tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.backends("inprocess")
+def test_a_call_may_be_renamed(group, tmp_path):
+    with record(group, tmp_path, ranks=[0]):
+        group.later([1, 2])
+    (file,) = tmp_path.iterdir()
+    file.rename(tmp_path / "the-crash.call")
+    status, said = replayed(tmp_path, "--run")
+    assert status == 0 and "the-crash.call\nreturned [1]\n" in said
+    status, said = replayed(tmp_path, "--rank", 1)
+    assert status == 2 and "there is no recorded call of rank 1 in" in said
+
+
 def test_a_folder_without_calls_and_a_rank_that_has_none(tmp_path):
     status, said = replayed(tmp_path)
     assert status == 2 and "there is no recorded call in" in said

@@ -63,15 +63,16 @@ def _users(error: BaseException) -> BaseException:
 def _chosen(path: Path, rank: int | None) -> Path:
     if path.is_file():
         return path
-    files = list(path.glob(f"*-rank-{'*' if rank is None else rank}{SUFFIX}"))
+    everything = {file: file.stem.rpartition("-rank-")[2] for file in path.glob(f"*{SUFFIX}")}
+    files = [file for file, its_rank in everything.items() if rank is None or its_rank == str(rank)]
     if files:
         return max(files, key=lambda file: file.stat().st_mtime_ns)
-    everything = list(path.glob(f"*{SUFFIX}"))
-    if not everything:
+    ranks = sorted(int(its_rank) for its_rank in set(everything.values()) if its_rank.isdecimal())
+    if not ranks:
+        of_rank = "" if rank is None else f" of rank {rank}"
         raise UsageError(
-            f"there is no recorded call in {path}; record some by bandmaster.testing.record(group, folder)"
+            f"there is no recorded call{of_rank} in {path}; record some by bandmaster.testing.record(group, folder)"
         )
-    ranks = sorted({int(file.stem.rpartition("-")[2]) for file in everything})
     raise UsageError(f"{path} has no recorded call of rank {rank}, but of rank {', '.join(map(str, ranks))}")
 
 
