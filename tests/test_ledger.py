@@ -209,6 +209,14 @@ def test_perfetto_reads_the_file(two, three, tmp_path):
         assert within == (0,)
 
 
+def test_a_file_for_which_there_is_no_folder_is_refused_at_once(tmp_path):
+    with pytest.raises(bm.UsageError, match=r"cannot write the trace to .*/runs/1\.json: there is no folder .*/runs;"):
+        bm.trace(tmp_path / "runs" / "1.json")
+    with bm.trace(tmp_path / "1.json"):
+        pass
+    assert (tmp_path / "1.json").exists()
+
+
 def test_one_trace_at_a_time(three):
     with bm.trace() as trace:
         with pytest.raises(bm.UsageError, match=r"a trace is already open; stop\(\) it"):

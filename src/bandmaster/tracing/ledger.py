@@ -120,7 +120,7 @@ def trace(path: str | Path | None = None) -> Trace:
         tables of calls, and ``print(trace)`` shows the share of each phase in the time of each method.
 
     Raises:
-        UsageError: Another trace is open.
+        UsageError: Another trace is open; or there is no folder for the file.
 
     Example:
         >>> import bandmaster as bm
@@ -136,6 +136,8 @@ def trace(path: str | Path | None = None) -> Trace:
     """
     if hooks.trace is not None:
         raise UsageError("a trace is already open; stop() it, or leave its with block, before the next one begins")
+    if path is not None and not (folder := Path(path).parent).is_dir():
+        raise UsageError(f"cannot write the trace to {path}: there is no folder {folder}; make it first")
     Trace.last = made = Trace(path)
     hooks.trace = made.begin
     return made
