@@ -93,6 +93,11 @@ def given_up(engine):
     return sum(figures["n_given_up"] for figures in engine.metrics.all().result())
 
 
+def started(engine):
+    """How many requests have begun in each replica."""
+    return np.array([figures["n_started"] for figures in engine.metrics.all().result()])
+
+
 def until(holds):
     deadline = time.monotonic() + DEADLINE_S
     while not holds():
@@ -338,20 +343,17 @@ def test_an_answer_that_was_cut_goes_on_with_an_end(client):
 
 
 def test_turns_of_a_session_go_to_one_replica(engine, endpoint):
-    def started():
-        return np.array([figures["n_started"] for figures in engine.metrics.all().result()])
-
     for name in range(6):
         with client_of(endpoint, default_headers={"X-Session-ID": f"session {name}"}) as client:
-            before = started()
+            before = started(engine)
             for turn in range(5):
                 chat(client, [{"role": "user", "content": f"turn {turn}"}])
-            assert sorted(started() - before) == [0, 5]
-    before = started()
+            assert sorted(started(engine) - before) == [0, 5]
+    before = started(engine)
     with client_of(endpoint) as client:
         for turn in range(5):
             chat(client, [{"role": "user", "content": f"turn {turn}"}], prompt_cache_key="by the body")
-    assert sorted(started() - before) == [0, 5]
+    assert sorted(started(engine) - before) == [0, 5]
 
 
 def test_forgotten_conversations_are_rendered_anew(engine):
@@ -635,11 +637,11 @@ def test_a_client_that_takes_no_answer_is_disconnected_and_its_request_given_up(
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
 def test_a_client_that_hangs_up_has_its_request_given_up_at_once(engine, endpoint, is_stream):
     before = given_up(engine)
-    started = sum(figures["n_started"] for figures in engine.metrics.all().result())
+    n_started = started(engine).sum()
     engine.pause.all("keep").result()
     try:
         connection = raw(endpoint, post({"model": "bytes", "messages": COUNT, "stream": is_stream}))
-        until(lambda: sum(figures["n_started"] for figures in engine.metrics.all().result()) > started)
+        until(lambda: started(engine).sum() > n_started)
         connection.close()
         until(lambda: given_up(engine) == before + 1)
     finally:
@@ -658,6 +660,27 @@ def test_a_request_may_take_longer_than_its_head(engine):
             assert answered(connection)[0] == 200
     finally:
         engine.resume.all().result()
+
+
+def test_a_request_that_follows_a_stream_on_its_connection_may_take_as_long_as_any(engine):
+    held = post({**BODY, "session_id": "held"})
+    with Endpoint(engine, api_key=KEY, stall_timeout=0.3) as endpoint:
+        before = started(engine)
+        engine.pause.all("keep").result()
+        try:
+            first = raw(endpoint, held)
+            until(lambda: (started(engine) > before).any())
+            engine.resume.options(replica=int((started(engine) == before).argmax()))().result()
+            with raw(endpoint, post({**BODY, "stream": True}) + held) as connection, connection.makefile("rb") as file:
+                while file.readline() != b"0\r\n":  # the end of the stream, behind which an empty line comes
+                    pass
+                with raw(endpoint) as other:
+                    assert other.recv(1) == b"", "by now, a connection without a request was closed"
+                engine.resume.all().result()
+                assert [file.readline(), file.readline()] == [b"\r\n", b"HTTP/1.1 200 OK\r\n"]
+            assert answered(first)[0] == 200
+        finally:
+            engine.resume.all().result()
 
 
 def test_what_is_no_http_is_refused(endpoint, client):
@@ -780,8 +803,8 @@ def test_a_request_whose_replica_dies_goes_to_the_other_one(backend, modules, is
         engine.pause.all("keep").result()
         with Endpoint(engine) as endpoint:
             connection = raw(endpoint, post({**BODY, "stream": is_stream}))
-            until(lambda: any(figures["n_started"] for figures in engine.metrics.all().result()))
-            busy = [figures["n_started"] for figures in engine.metrics.all().result()].index(1)
+            until(lambda: started(engine).any())
+            busy = int(started(engine).argmax())
             os.kill(engine.workers[busy].pid, signal.SIGKILL)
             engine.resume.options(replica=1 - busy)().result()
             with connection, connection.makefile("rb") as file:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -157,6 +158,7 @@ class Connections:
         self._open: dict[Client, asyncio.Transport] = {}
         self._timers: dict[Client, asyncio.TimerHandle] = {}  # of those that are to send the head of a request
         self._n_bytes: dict[Client, int] = {}  # and how much of it they have sent
+        self._n_requests: Counter[Client] = Counter()  # a request may begin before the task of the one before it ends
 
     def protocol(self, base: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
         """A subclass of uvicorn's protocol that tells of its connections."""
@@ -187,12 +189,13 @@ class Connections:
                 await inner(scope, receive, send)
                 return
             client = tuple(scope["client"])
+            self._n_requests[client] += 1
             self._stop(client)
             scope["bandmaster.abort"] = lambda: self.abort(client)
             try:
                 await inner(scope, receive, send)
             finally:
-                self._start(client)
+                self._request_ended(client)
 
         return outer
 
@@ -224,6 +227,12 @@ class Connections:
         if client is not None:
             self._open.pop(client, None)
             self._stop(client)
+
+    def _request_ended(self, client: Client) -> None:
+        self._n_requests[client] -= 1
+        if not self._n_requests[client]:
+            del self._n_requests[client]
+            self._start(client)
 
     def _start(self, client: Client) -> None:
         self._stop(client)
