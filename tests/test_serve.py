@@ -862,6 +862,23 @@ def test_an_application_runs_under_another_server(engine):
         assert response.json()["choices"][0]["message"]["content"] == "you said hello there"
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/bytes", "/v1/chat/completions"])
+def test_an_application_may_be_mounted_in_another_one(engine, path):
+    from starlette.applications import Starlette
+    from starlette.routing import Mount
+    from starlette.testclient import TestClient
+
+    with TestClient(Starlette(routes=[Mount("/llm", app(engine))])) as client:
+        response = client.post(f"/llm{path}", json=BODY) if "chat" in path else client.get(f"/llm{path}")
+        assert response.status_code == 200
+        found = response.json()
+        if "chat" in path:
+            assert found["choices"][0]["message"]["content"] == "you said hello there"
+        else:
+            (model,) = found.get("data", [found])
+            assert (model["id"], model["max_model_len"]) == ("bytes", 4096)
+
+
 PROGRAM = """
 import sys
 import bandmaster as bm

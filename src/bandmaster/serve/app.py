@@ -40,7 +40,8 @@ NOT_ANSWERED = 499  # in the metrics: the client hung up
 def app(group: Any, **options: Any) -> Starlette:
     """Make an ASGI application that answers OpenAI's API by a group of engines, for a server of your own.
 
-    Unlike `bandmaster.serve.Endpoint`, it does not look after connections: have your server limit the time for headers.
+    It can be mounted in another application. Unlike `bandmaster.serve.Endpoint`, it does not look after connections:
+    have your server limit the time for headers.
 
     Args:
         group: A group of `bandmaster.rl.Engine`s, in the controller or as a worker has it.
@@ -117,6 +118,8 @@ class Answers:
 
     async def _answer(self, request: Request, reply: Reply) -> None:
         body = await limits.json_body(request, self._options)
+        if not self._service.has_started:  # no server runs the lifespan of an application that is mounted in another
+            await reply.until_end(self._service.start())
         check_model(body.get("model"), self._service.model)
         facts = self._service.facts
         asked = self._parse(body, self._options.defaults, facts.max_model_len, self._options.is_recorded)
@@ -215,8 +218,8 @@ def _guarded(
             if not is_open:
                 limits.check_key(request, service.options.api_key)
             return await handler(service, request)
-        except APIError as error:
-            return error.response()
+        except Exception as error:
+            return api_error(error).response()
 
     return guarded
 
@@ -232,10 +235,12 @@ def _described(service: Service) -> dict[str, Any]:
 
 
 async def _models(service: Service, _: Request) -> Response:
+    await service.start()
     return JSONResponse({"object": "list", "data": [_described(service)]})
 
 
 async def _model(service: Service, request: Request) -> Response:
+    await service.start()
     check_model(request.path_params["name"], service.model)
     return JSONResponse(_described(service))
 

@@ -60,6 +60,7 @@ class Service:
         self.facts = EngineFacts("", 1, 1, 0, False)
         self.model = options.model or ""
         self.created = int(time.time())
+        self.has_started = False
         self._open: set[asyncio.Task[Any]] = set()
 
     @property
@@ -86,9 +87,11 @@ class Service:
             task.cancel()
 
     async def start(self) -> None:
-        """Ask the engines what they are."""
-        self.facts = await self.group.facts()
-        self.model = self.options.model or self.facts.model
+        """Ask the engines what they are, unless they have said so."""
+        if not self.has_started:
+            self.facts = await self.group.facts()
+            self.model = self.options.model or self.facts.model
+            self.has_started = True
 
     # --- answers ---
 
