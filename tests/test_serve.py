@@ -500,6 +500,20 @@ def test_a_bad_field_is_an_error_that_names_it(client, changes, param, said, is_
     assert chat(client, HELLO).choices, "the next request is answered"
 
 
+@pytest.mark.parametrize(
+    "neutral",
+    [{"repetition_penalty": 1.0}, {"skip_special_tokens": True}, {"logit_bias": {}}, {"bad_words": []}],
+    ids=lambda neutral: next(iter(neutral)),
+)
+def test_a_field_that_changes_nothing_overrides_the_default_of_the_endpoint(engine, neutral):
+    (name,) = neutral
+    defaults = rl.Sampling(extra={name: "of the endpoint"})  # which the engine refuses
+    with Endpoint(engine, defaults=defaults) as endpoint, client_of(endpoint) as client:
+        with pytest.raises(openai.BadRequestError, match=f"does not do {name}"):
+            chat(client, HELLO)
+        assert chat(client, HELLO, extra_body=neutral).choices
+
+
 def test_a_prompt_that_is_too_long_has_openais_code(client):
     with pytest.raises(openai.BadRequestError) as raised:
         chat(client, [{"role": "user", "content": "a" * 5000}])

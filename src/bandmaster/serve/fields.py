@@ -211,9 +211,11 @@ def _asked(
     sampling = {name: given[name] for name in SAMPLING if name in given}
     if sampling.get("top_k") == -1:  # as vLLM spells that there is no limit
         sampling["top_k"] = 0
-    extra = {name: given[name] for name, (_, _, none) in EXTRA.items() if name in given and given[name] != none}
-    if "logit_bias" in extra:
-        extra["logit_bias"] = {int(token): float(bias) for token, bias in extra["logit_bias"].items()}
+    own = {name: given[name] for name in EXTRA if name in given}
+    if "logit_bias" in own:
+        own["logit_bias"] = {int(token): float(bias) for token, bias in own["logit_bias"].items()}
+    neutral = [name for name in own if own[name] == EXTRA[name][2]]  # which take a default away, and no engine refuses
+    extra = {name: value for name, value in {**defaults.extra, **own}.items() if name not in neutral}
     n = given.get("n", defaults.n)
     is_greedy = sampling.get("temperature", defaults.temperature) == 0
     if n > 1 and is_greedy:
@@ -225,7 +227,7 @@ def _asked(
             n=n,
             max_tokens=most,
             logprobs=n_top if n_top is not None else 0 if is_recorded else None,
-            extra={**defaults.extra, **extra},
+            extra=extra,
         )
     except UsageError as error:
         message = str(error).replace(" of Sampling", "")
