@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -842,6 +843,26 @@ def test_close_ends_open_requests_and_is_not_repeated(engine, monkeypatch):
             raw(endpoint)
     finally:
         engine.resume.all().result()
+
+
+@pytest.mark.backends("inprocess")
+def test_ctrl_c_as_an_endpoint_waits_for_its_engines_ends_it(backend):
+    class Busy:
+        """A group whose engines do not answer."""
+
+        mesh = bm.Mesh(dp=1)
+        complete = completion_parts = metrics = None
+
+        async def facts(self):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            await asyncio.Event().wait()
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(KeyboardInterrupt):
+        Endpoint(Busy(), port=port)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
 
 
 class Agent(bm.Worker):

@@ -23,6 +23,7 @@ from bandmaster.serve.service import Service
 
 logger = logging.getLogger(__name__)
 GRACE_S = 5  # seconds that open requests have to end when the endpoint is closed
+POLL_S = 0.1  # seconds after which a server sees that it is to end, as in uvicorn
 BACKLOG = 2048
 
 
@@ -64,21 +65,25 @@ class Endpoint:
                 "secrets.token_urlsafe(), or listen on 127.0.0.1"
             )
         self._service = Service(group, self.options)
-        self._server, self._socket = _server(self._service, host, port)
-        address = self._socket.getsockname()
+        self._server, listening = _server(self._service, host, port)
+        address = listening.getsockname()
         name = f"[{address[0]}]" if ":" in address[0] else address[0]
         self.url = f"http://{name}:{address[1]}/v1"
         self._thread = threading.Thread(
-            target=_serve, args=(self._server, self._socket), name=f"bandmaster endpoint {address[1]}", daemon=True
+            target=_serve, args=(self._server, listening), name=f"bandmaster endpoint {address[1]}", daemon=True
         )
-        self._thread.start()
-        self._server.has_begun.wait()
-        if self._server.error is not None:
-            self._thread.join()
-            raise self._server.error
-        self.model = self._service.model
         self._close = weakref.finalize(self, _close, self._server, self._thread)  # also at exit
         atexit.register(self._close)
+        try:
+            self._thread.start()
+            while not self._server.has_begun.wait(1):  # so that signals are handled
+                pass
+            if self._server.error is not None:
+                raise self._server.error
+        except BaseException:  # such as Ctrl-C
+            self.close()
+            raise
+        self.model = self._service.model
 
     def take(self, session: str | None = None) -> list[Episode]:
         """Take what was recorded of a session, which the endpoint then forgets.
@@ -178,8 +183,12 @@ def _serve(server: _Server, listening: socket.socket) -> None:
     """The thread of a server."""
 
     async def main() -> None:
-        await server.service.start()
-        await server.serve(sockets=[listening])
+        starting = asyncio.ensure_future(server.service.start())
+        while not starting.done() and not server.should_exit:
+            await asyncio.wait({starting}, timeout=POLL_S)
+        if starting.done():
+            await starting
+            await server.serve(sockets=[listening])
 
     loop: asyncio.AbstractEventLoop = (server.config.get_loop_factory() or asyncio.new_event_loop)()
     try:
@@ -210,7 +219,7 @@ def _end(loop: asyncio.AbstractEventLoop) -> None:
 
 def _close(server: _Server, thread: threading.Thread) -> None:
     server.should_exit = True
-    if thread is not threading.current_thread():
+    if thread.is_alive() and thread is not threading.current_thread():
         thread.join()
 
 
