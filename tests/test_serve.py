@@ -914,6 +914,12 @@ def test_an_application_may_be_mounted_in_another_one(engine, path):
             assert (model["id"], model["max_model_len"]) == ("bytes", 4096)
 
 
+def environment():
+    """The environment of a program that imports from the folders of this process, and from this one."""
+    path = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
 PROGRAM = """
 import sys
 import bandmaster as bm
@@ -931,9 +937,8 @@ if __name__ == "__main__":
 def test_a_program_that_ends_ends_its_endpoint(backend, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
     done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, env=environment, timeout=DEADLINE_S
+        [sys.executable, str(program)], capture_output=True, text=True, env=environment(), timeout=DEADLINE_S
     )
     assert done.returncode == 0 and done.stderr == "" and done.stdout.startswith("http://127.0.0.1:")
 
@@ -977,13 +982,56 @@ def test_the_example_trains_on_what_agents_said_and_their_next_words_are_of_the_
         (["--help"], 0, "--tool-parser"),
         (["model", "--replicas", "0"], 2, "must be 1 or more, got 0"),
         (["model", "--engine", "dtype"], 2, "takes NAME=VALUE, got 'dtype'"),
+        (["model", "--host", "0.0.0.0"], 2, "there is no api_key"),
+        (["model", "--port", "65536"], 2, "must be from 0 to 65535, got 65536"),
+        (["model", "--timeout", "-1"], 2, "timeout of an endpoint must be a positive number of seconds, got -1"),
     ],
-    ids=["help", "replicas", "engine"],
+    ids=["help", "replicas", "engine", "host", "port", "timeout"],
 )
 def test_the_command_line(backend, arguments, status, said):
     command = [sys.executable, "-m", "bandmaster.serve", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == status and said in done.stdout + done.stderr
+
+
+COMMAND = """
+import sys
+import threading
+from pathlib import Path
+from bandmaster import rl
+from bandmaster.serve.__main__ import main
+from byte_engine import ByteEngine
+
+class Engine(ByteEngine):
+    def __init__(self, model, loads):
+        super().__init__()
+        if loads:
+            Path(model).touch()
+            threading.Event().wait()
+
+if __name__ == "__main__":
+    rl.VLLM = Engine
+    sys.exit(main())
+"""
+
+
+@pytest.mark.backends("local")
+@pytest.mark.parametrize("loads", ["true", "false"], ids=["loads", "serves"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_the_command_ends_at_a_signal(backend, tmp_path, number, loads):
+    program, model = tmp_path / "program.py", tmp_path / "model"
+    program.write_text(COMMAND)
+    command = [sys.executable, str(program), str(model), "--port", "0", "--engine", f"loads={loads}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+        try:
+            if loads == "true":
+                until(model.exists)
+            else:
+                assert "is served at http://127.0.0.1:" in process.stdout.readline()
+            process.send_signal(number)
+            assert process.wait(DEADLINE_S) == 0
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(

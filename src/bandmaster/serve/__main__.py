@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import sys
-import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import bandmaster as bm
 from bandmaster import rl
-from bandmaster.serve.endpoint import Endpoint
+from bandmaster.serve.endpoint import Endpoint, check_host
+from bandmaster.serve.options import Options
 
 KEY = "BANDMASTER_API_KEY"
 
@@ -21,8 +22,15 @@ KEY = "BANDMASTER_API_KEY"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until Ctrl-C or SIGTERM. Returns the exit status."""
     options = _parser().parse_args(arguments)
+    served = {
+        "api_key": options.api_key,
+        "model": options.served_model_name or options.model,
+        "max_open": options.max_open,
+        "timeout": options.timeout,
+    }
     try:
         engine = dict(_engine_option(one) for one in options.engine)
+        check_host(options.host, Options(**served))  # before the engines load the model, which takes minutes
     except bm.UsageError as error:
         print(error, file=sys.stderr)
         return 2
@@ -31,24 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("tool_parser", "reasoning_parser", "max_model_len", "dtype"):
         if getattr(options, name) is not None:
             engine.setdefault(name, getattr(options, name))
-    is_over = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: is_over.set())
-    signal.signal(signal.SIGINT, lambda *_: is_over.set())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)  # which also interrupts the start of the engines
     try:
         with bm.ResourcePool([options.replicas], **gpus) as pool:
             group = bm.WorkerGroup(pool, rl.VLLM, options.model, mesh=bm.Mesh(dp=options.replicas), **engine)
-            with Endpoint(
-                group,
-                host=options.host,
-                port=options.port,
-                api_key=options.api_key,
-                model=options.served_model_name or options.model,
-                max_open=options.max_open,
-                timeout=options.timeout,
-            ) as endpoint:
+            with Endpoint(group, host=options.host, port=options.port, **served) as endpoint:
                 print(f"{endpoint.model} is served at {endpoint.url} by {options.replicas} replicas", flush=True)
-                while not is_over.wait(1):  # so that signals are handled
-                    pass
+                while True:
+                    time.sleep(1)  # so that signals are handled
+    except KeyboardInterrupt:
+        pass
     except (bm.BandmasterError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -61,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--replicas", type=_positive, default=1, help="engines, each a worker (default 1)")
     parser.add_argument("--gpu", action="store_true", help="give each replica tensor_parallel_size GPUs")
     parser.add_argument("--host", default="127.0.0.1", help="others than loopback need an API key")
-    parser.add_argument("--port", type=int, default=8000, help="0 chooses a free one")
+    parser.add_argument("--port", type=_port, default=8000, help="0 chooses a free one")
     parser.add_argument("--api-key", default=os.environ.get(KEY), help=f"default: the environment variable {KEY}")
     parser.add_argument("--served-model-name", help="the name by which clients ask for the model")
     parser.add_argument("--max-open", type=_positive, default=1024, help="most requests at a time")
@@ -84,6 +85,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, got {value}")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 1 << 16:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 65535, got {value}")
     return value
 
 

@@ -59,11 +59,7 @@ class Endpoint:
 
     def __init__(self, group: Any, host: str = "127.0.0.1", port: int = 0, **options: Any) -> None:
         self.options = Options(**options)
-        if self.options.api_key is None and not _is_loopback(host):
-            raise UsageError(
-                f"host={host!r} can be reached by others, and there is no api_key; give one, such as "
-                "secrets.token_urlsafe(), or listen on 127.0.0.1"
-            )
+        check_host(host, self.options)
         self._service = Service(group, self.options)
         self._server, listening = _server(self._service, host, port)
         address = listening.getsockname()
@@ -221,6 +217,19 @@ def _close(server: _Server, thread: threading.Thread) -> None:
     server.should_exit = True
     if thread.is_alive() and thread is not threading.current_thread():
         thread.join()
+
+
+def check_host(host: str, options: Options) -> None:
+    """Check that others can reach an address only with a key.
+
+    Raises:
+        UsageError: They can without one.
+    """
+    if options.api_key is None and not _is_loopback(host):
+        raise UsageError(
+            f"host={host!r} can be reached by others, and there is no api_key; give one, such as "
+            "secrets.token_urlsafe(), or listen on 127.0.0.1"
+        )
 
 
 def _is_loopback(host: str) -> bool:
