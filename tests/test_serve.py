@@ -475,6 +475,21 @@ def test_an_open_address_needs_a_key(engine):
         ({"stop": ""}, "stop", "not empty"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+        (
+            {"stream": True, "stream_options": {"include_usge": True}},
+            "stream_options.include_usge",
+            "did you mean 'include_usage'",
+        ),
+        (
+            {"stream": True, "stream_options": {"include_usage": "no"}},
+            "stream_options.include_usage",
+            "true or false, got 'no'",
+        ),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+            "must be false, as this endpoint does not do it",
+        ),
         ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
         ({"audio": {"voice": "alloy"}}, "audio", "not supported"),
         ({"tools": [{"type": "function"}]}, "tools[0]", "a function with a name"),

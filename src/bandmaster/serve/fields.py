@@ -71,6 +71,12 @@ EXTRA: dict[str, tuple[Callable[[Any], bool], str, Any]] = {  # and of `Sampling
     "skip_special_tokens": (*FLAG, True),
     "include_stop_str_in_output": (*FLAG, False),
 }
+NOT_SENT = (lambda v: v is False), "false, as this endpoint does not do it"
+STREAM_OPTIONS = {
+    "include_usage": FLAG,
+    "include_obfuscation": NOT_SENT,  # of OpenAI
+    "continuous_usage_stats": NOT_SENT,  # of vLLM
+}
 COMMON = {
     **SAMPLING,
     **{name: (check, what) for name, (check, what, _) in EXTRA.items()},
@@ -187,21 +193,21 @@ def completion_of(body: Body, defaults: Sampling, max_model_len: int, is_recorde
     return _asked(given, prompts, defaults, given.get("max_tokens", 16), given.get("logprobs"), is_recorded)
 
 
-def _checked(body: Body, known: Mapping[str, tuple[Callable[[Any], bool], str]]) -> dict[str, Any]:
-    """The fields that are there, each as it may be."""
+def _checked(body: Body, known: Mapping[str, tuple[Callable[[Any], bool], str]], of: str = "") -> dict[str, Any]:
+    """The fields that are there, each as it may be. Errors name a field of an object with the prefix ``of``."""
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         if name in NOT_DONE:
             if value not in NOT_DONE[name]:
-                raise invalid(f"{name} is not supported; leave it out", name, "unsupported_parameter")
+                raise invalid(f"{of}{name} is not supported; leave it out", of + name, "unsupported_parameter")
             continue
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise invalid(f"unknown field {_short(name)}{hint}", name[:80], "unknown_parameter")
+            raise invalid(f"unknown field {_short(of + name)}{hint}", (of + name)[:80], "unknown_parameter")
         check, what = known[name]
         if not check(value):
-            raise invalid(f"{name} must be {what}, got {_short(value)}", name)
+            raise invalid(f"{of}{name} must be {what}, got {_short(value)}", of + name)
     return {name: value for name, value in given.items() if name in known}
 
 
@@ -232,14 +238,14 @@ def _asked(
     except UsageError as error:
         message = str(error).replace(" of Sampling", "")
         raise invalid(message, message.partition(" ")[0]) from None
-    stream_options = given.get("stream_options", {})
+    stream_options = _checked(given.get("stream_options", {}), STREAM_OPTIONS, "stream_options.")
     if stream_options and not given.get("stream"):
         raise invalid("stream_options needs stream to be true", "stream_options")
     return Asked(
         prompts=prompts,
         sampling=made,
         is_stream=given.get("stream", False),
-        has_usage=bool(stream_options.get("include_usage")),
+        has_usage=stream_options.get("include_usage", False),
         has_logprobs=n_top is not None,
         n_top=n_top or 0,
         has_ids=given.get("return_token_ids", False),
