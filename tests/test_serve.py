@@ -533,7 +533,10 @@ def test_a_field_that_changes_nothing_overrides_the_default_of_the_endpoint(engi
 def test_a_prompt_that_is_too_long_has_openais_code(client):
     with pytest.raises(openai.BadRequestError) as raised:
         chat(client, [{"role": "user", "content": "a" * 5000}])
-    assert raised.value.code == "context_length_exceeded"
+    assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "messages")
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.completions.create(model="bytes", prompt="a" * 5000)
+    assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "prompt")
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ class Answers:
         except asyncio.CancelledError:  # the endpoint is being closed; this task ends here, as it should
             await reply.fail(unavailable("the endpoint is being closed"))
         except Exception as error:
-            await reply.fail(api_error(error))
+            await reply.fail(api_error(error, "messages" if self._is_chat else "prompt"))
         finally:
             self._metrics.requests.labels(self._route, str(reply.status)).inc()
             self._metrics.seconds.labels(self._route).observe(time.monotonic() - start)

@@ -74,13 +74,18 @@ def too_late(timeout_s: float) -> APIError:
     )
 
 
-def api_error(error: BaseException) -> APIError:
-    """The error that a client gets for one of the engines. Causes that are not its own are logged."""
+def api_error(error: BaseException, prompt: str = "messages") -> APIError:
+    """The error that a client gets for one of the engines. Causes that are not its own are logged.
+
+    Args:
+        error: That of the engines.
+        prompt: The field of the request that has its prompt.
+    """
     if isinstance(error, APIError):
         return error
     cause = error.__cause__ if isinstance(error, RemoteError) else None
     if isinstance(cause, PromptTooLong):
-        return invalid(str(cause), "messages", "context_length_exceeded")
+        return invalid(str(cause), prompt, "context_length_exceeded")
     if isinstance(cause, UsageError) or (isinstance(error, UsageError) and not isinstance(error, ClosedError)):
         return invalid(str(cause or error).replace(" of Sampling", ""))
     if isinstance(error, CallTimeout):
