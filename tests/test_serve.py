@@ -388,6 +388,13 @@ def test_a_session_is_one_episode_with_what_was_sampled(endpoint):
     assert endpoint.take("a") == endpoint.take() == endpoint.sessions() == []
 
 
+def test_a_session_has_the_name_that_its_header_has_in_utf_8_or_else_in_latin_1(endpoint):
+    for name, encoding in (("épisode 七", "utf-8"), ("épisode", "latin-1")):
+        request = post(BODY, "X-Session-ID: NAME").replace(b"NAME", name.encode(encoding))
+        assert answered(raw(endpoint, request))[0] == 200
+        assert [episode.session for episode in endpoint.take()] == [name]
+
+
 def test_several_answers_to_a_prompt_are_several_episodes(client, endpoint):
     chat(client, HELLO, n=3)
     episodes = endpoint.take()

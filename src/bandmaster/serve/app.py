@@ -202,10 +202,19 @@ class Reply:
 
 
 def _with_session(asked: Asked, request: Request) -> Asked:
-    session = request.headers.get(SESSION, asked.session)
+    header = request.headers.get(SESSION)
+    session = asked.session if header is None else _utf8(header)
     if session is not None and not 0 < len(session) <= MOST_NAME:
         raise invalid(f"the name of a session has 1 to {MOST_NAME} characters, got {len(session)}", SESSION)
     return asked if session == asked.session else replace(asked, session=session)
+
+
+def _utf8(header: str) -> str:
+    """A header, which starlette has decoded as latin-1, decoded as UTF-8 if it is that."""
+    try:
+        return header.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        return header
 
 
 def _guarded(
