@@ -610,6 +610,21 @@ def test_a_body_that_is_not_an_object_is_an_error(endpoint, body):
     assert status == 400 and found["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("half", [b"\\ud83d", b"\\uDE00", b"\xed\xa0\xbd"], ids=repr)
+@pytest.mark.parametrize("place", [b"hello there", b"messages"], ids=["value", "name"])
+def test_a_body_with_half_of_a_character_is_an_error(endpoint, half, place):
+    status, found = answered(raw(endpoint, post(json.dumps(BODY).encode().replace(place, half))))
+    assert status == 400 and "surrogates not allowed" in found["error"]["message"]
+
+
+@pytest.mark.parametrize("is_escaped", [False, True], ids=["plain", "escaped"])
+def test_a_body_may_have_any_character(endpoint, is_escaped):
+    said = "\N{GRINNING FACE} \N{HANGUL SYLLABLE HAN}"
+    body = {"model": "bytes", "messages": [{"role": "user", "content": said}], **IDS}
+    status, found = answered(raw(endpoint, post(json.dumps(body, ensure_ascii=is_escaped).encode())))
+    assert status == 200 and said in bytes(token for token in found["prompt_token_ids"] if token < 256).decode()
+
+
 def test_a_body_of_another_type_is_refused(endpoint):
     request = post(BODY).replace(b"application/json", b"text/plain")
     assert answered(raw(endpoint, request))[0] == 415

@@ -56,6 +56,8 @@ async def json_body(request: Request, options: Options) -> Mapping[str, Any]:
         ) from None
     try:
         found = json.loads(body, parse_constant=_refuse_constant)
+        if b"\\ud" in body.lower() or b"\xed" in body:  # as half of a surrogate pair has, and some characters
+            json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body is not valid JSON: {error}") from None
     if not isinstance(found, dict):
