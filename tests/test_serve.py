@@ -537,6 +537,18 @@ def test_a_field_that_changes_nothing_overrides_the_default_of_the_endpoint(engi
         assert chat(client, HELLO, extra_body=neutral).choices
 
 
+def test_a_default_of_the_endpoint_gives_way_to_what_a_request_says(engine):
+    defaults = rl.Sampling(n=2, min_tokens=10, max_tokens=20)
+    with Endpoint(engine, defaults=defaults) as endpoint, client_of(endpoint) as client:
+        assert len(chat(client, HELLO).choices) == 2
+        assert len(chat(client, HELLO, temperature=0).choices) == 1
+        assert [choice.finish_reason for choice in chat(client, HELLO, max_tokens=5).choices] == ["length"] * 2
+        for own, param in (({"n": 2, "temperature": 0}, "n"), ({"max_tokens": 5}, "min_tokens")):
+            with pytest.raises(openai.BadRequestError) as raised:
+                chat(client, HELLO, **own, extra_body={"min_tokens": 6})
+            assert raised.value.param == param
+
+
 def test_a_prompt_that_is_too_long_has_openais_code(client):
     with pytest.raises(openai.BadRequestError) as raised:
         chat(client, [{"role": "user", "content": "a" * 5000}])

@@ -222,8 +222,9 @@ def _asked(
         own["logit_bias"] = {int(token): float(bias) for token, bias in own["logit_bias"].items()}
     neutral = [name for name in own if own[name] == EXTRA[name][2]]  # which take a default away, and no engine refuses
     extra = {name: value for name, value in {**defaults.extra, **own}.items() if name not in neutral}
-    n = given.get("n", defaults.n)
     is_greedy = sampling.get("temperature", defaults.temperature) == 0
+    n = given.get("n", 1 if is_greedy else defaults.n)  # a default gives way to what the request says
+    sampling.setdefault("min_tokens", min(defaults.min_tokens, most))
     if n > 1 and is_greedy:
         raise invalid(f"n is {n}, but with temperature 0 all answers are equal; ask for one", "n")
     try:
