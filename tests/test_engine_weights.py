@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 import time
+import urllib.error
+import urllib.request
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from bandmaster.rl.engine_weights.peers import PeerWeights
 from bandmaster.rl.engine_weights.staged import StagedWeights
 from bandmaster.rl.exchange import fill, pack
 from bandmaster.rl.layout import Box
+from bandmaster.serve import Endpoint
 
 pytestmark = pytest.mark.backends("inprocess", "local")
 DEADLINE_S = 60
@@ -455,6 +458,23 @@ def test_an_engine_that_cannot_go_back_says_so_and_a_later_sync_mends_it(source,
     sync(version=3)
     assert_has(engine, source, 3)
     assert engine.request.options(replica=1)([1]).result()[0].versions == [3]
+
+
+@pytest.mark.backends("inprocess")
+def test_clients_of_an_endpoint_are_told_to_ask_again_if_an_engine_has_lost_its_weights(source, make_group):
+    engine = make_group(1, Recorder)
+    engine.fail_at(0, 1, 2)
+    with pytest.raises(bm.RemoteError, match="does not like them"):
+        rl.WeightSync(source, engine)(version=1)
+    with Endpoint(engine, model="recorder") as endpoint:
+        for is_stream in (False, True):
+            body = json.dumps({"model": "recorder", "prompt": [1, 2], "stream": is_stream}).encode()
+            request = urllib.request.Request(f"{endpoint.url}/completions", body, {"Content-Type": "application/json"})
+            with pytest.raises(urllib.error.HTTPError) as raised:
+                urllib.request.urlopen(request, timeout=DEADLINE_S)
+            assert raised.value.code == 503 and raised.value.headers["Retry-After"]
+            assert "has lost its weights" in json.load(raised.value)["error"]["message"]
+            raised.value.close()
 
 
 def test_a_version_that_was_taken_back_is_no_replicas(source, make_group):
