@@ -19,6 +19,7 @@ from bandmaster.serve.messages import checked_messages, checked_tools
 
 Body = Mapping[str, Any]
 MOST_CHOICES, MOST_PROMPTS, MOST_TOP, MOST_STOPS = 128, 256, 20, 16
+LARGEST = 1e308  # of a number: JSON has whole ones that no float can hold
 
 
 def _whole(least: int) -> tuple[Callable[[Any], bool], str]:
@@ -27,6 +28,7 @@ def _whole(least: int) -> tuple[Callable[[Any], bool], str]:
 
 def _number(least: float, most: float) -> tuple[Callable[[Any], bool], str]:
     bounds = f"from {least:g} to {most:g}" if most < math.inf else f"of {least:g} or more"
+    most = min(most, LARGEST)
     return lambda v: isinstance(v, int | float) and not isinstance(v, bool) and least <= v <= most, f"a number {bounds}"
 
 
@@ -43,7 +45,8 @@ def _is_stop(value: Any) -> bool:
 
 
 def _is_bias(value: Any) -> bool:
-    return isinstance(value, dict) and all(k.isdecimal() and isinstance(v, int | float) for k, v in value.items())
+    is_number = _number(-LARGEST, LARGEST)[0]
+    return isinstance(value, dict) and all(k.isdecimal() and is_number(v) for k, v in value.items())
 
 
 TEXT = (lambda v: isinstance(v, str)), "a text"

@@ -38,7 +38,8 @@ def _checked(value: Any, where: str) -> Message:
         raise invalid(f"{where}.content is missing", f"{where}.content")
     if "tool_calls" in made:
         if not isinstance(made["tool_calls"], list) or not all(map(_is_call, made["tool_calls"])):
-            raise invalid(f"{where}.tool_calls must be a list of calls of functions", f"{where}.tool_calls")
+            field = f"{where}.tool_calls"
+            raise invalid(f"{field} must be a list of calls of functions, each with its name and arguments", field)
         if not made["tool_calls"]:
             del made["tool_calls"]
     if role == "assistant" and "content" not in made and "tool_calls" not in made:
@@ -64,7 +65,7 @@ def _is_call(value: Any) -> bool:
     return (
         isinstance(function, dict)
         and isinstance(function.get("name"), str)
-        and isinstance(function.get("arguments", ""), str)
+        and isinstance(function.get("arguments"), str)
     )
 
 
