@@ -1053,6 +1053,14 @@ def test_the_command_line(backend, arguments, status, said):
     assert done.returncode == status and said in done.stdout + done.stderr
 
 
+@pytest.mark.backends("inprocess")
+def test_a_port_that_is_taken_is_named_before_the_engines_load_a_model(backend):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        command = [sys.executable, "-m", "bandmaster.serve", "nowhere", "--port", str(taken.getsockname()[1])]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment())
+    assert done.returncode == 2 and "cannot listen on 127.0.0.1" in done.stderr
+
+
 COMMAND = """
 import sys
 import threading

@@ -13,7 +13,7 @@ from typing import Any
 
 import bandmaster as bm
 from bandmaster import rl
-from bandmaster.serve.endpoint import Endpoint, check_host
+from bandmaster.serve.endpoint import Endpoint, check_host, listen
 from bandmaster.serve.options import Options
 
 KEY = "BANDMASTER_API_KEY"
@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         engine = dict(_engine_option(one) for one in options.engine)
         check_host(options.host, Options(**served))  # before the engines load the model, which takes minutes
-    except bm.UsageError as error:
+        listen(options.host, options.port).close()
+    except (bm.UsageError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     per_worker = engine.get("tensor_parallel_size", 1)

@@ -144,7 +144,7 @@ class _Server(uvicorn.Server):
 
 
 def _server(service: Service, host: str, port: int) -> tuple[_Server, socket.socket]:
-    listening = _listen(host, port)
+    listening = listen(host, port)
     connections = Connections(service.options.stall_timeout)
     config = uvicorn.Config(
         connections.watched(application(service)),
@@ -160,7 +160,8 @@ def _server(service: Service, host: str, port: int) -> tuple[_Server, socket.soc
     return _Server(config, service), listening
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on a port. Raises OSError, which names the address, if it cannot."""
     family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
         0
     ]
