@@ -1,8 +1,10 @@
 """Several futures at once: callbacks, `wait`, `as_completed`, and futures in event loops."""
 
 import asyncio
+import gc
 import threading
 import time
+import tracemalloc
 import weakref
 
 import pytest
@@ -120,6 +122,42 @@ def test_futures_come_as_they_are_completed(groups):
     slow = groups[0].sleep.submit(0.5)
     with pytest.raises(TimeoutError, match=r"1 of 2 futures were not done in 0\.1 s"):
         list(bm.as_completed([slow, quick], timeout=0.1))
+    slow.result()
+
+
+def first_of_all(futures):
+    bm.wait(futures, return_when="FIRST_COMPLETED")
+
+
+def first_of_an_iterator(futures):
+    for _ in bm.as_completed(futures):
+        break
+
+
+@pytest.mark.parametrize("wait", [first_of_all, first_of_an_iterator])
+def test_a_future_that_was_waited_for_is_not_kept_by_a_slower_one(groups, wait):
+    slow, futures = groups[0].sleep.submit(3), [groups[1].add.submit(n) for n in range(5)]
+    seen = [weakref.ref(future) for future in futures]
+    wait([slow, *futures])
+    bm.wait(futures)
+    del futures
+    gc.collect()
+    while any(future() is not None for future in seen) and not slow.done():
+        time.sleep(0.01)  # the thread of callbacks may still have one
+    assert not slow.done(), "they are gone before it is done"
+    slow.result()
+
+
+def test_a_future_can_be_polled_for_ever(groups):
+    slow = groups[0].sleep.submit(2)
+    bm.wait([slow], timeout=0)
+    tracemalloc.start()
+    for _ in range(300):
+        bm.wait([slow], timeout=0)
+    grown = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert not slow.done()
+    assert grown < 30_000, "less than 100 bytes for a poll"
     slow.result()
 
 

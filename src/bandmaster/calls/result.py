@@ -112,6 +112,11 @@ class Result(ABC):
             self.drive_in_background()
         self.tell()  # also if another thread has found it done meanwhile
 
+    def unwatch(self, when_done: Callable[[], object]) -> None:
+        """Undo `watch`, unless the function is called at this moment, or was called before."""
+        with contextlib.suppress(ValueError):
+            self._callbacks.remove(when_done)
+
     def tell(self) -> None:
         """Call the functions of `watch` if it is done. The caller holds no lock. Any thread may call this again."""
         if self.done is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION
+from functools import partial
 from typing import Any, NamedTuple
 
 from bandmaster.calls.future import Future
@@ -91,17 +92,20 @@ def _all_of(waiting: list[Future[Any]], timeout: float | None, deadline: Deadlin
 def _as_they_come(futures: list[Future[Any]], deadline: Deadline) -> Iterator[Future[Any]]:
     """Yield futures as they become done, until the deadline."""
     done: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
-    for future in futures:
-        future.add_done_callback(done.put)
-    for _ in futures:
-        try:
-            future = done.get(timeout=deadline.left())
-        except queue.Empty:
-            return
-        except KeyboardInterrupt as error:
-            note_calls(error, [future._waited_for() for future in futures if not future.done()])
-            raise
-        yield future
+    watches = [(future._call, partial(done.put, future)) for future in futures]
+    try:
+        for call, when_done in watches:
+            call.watch(when_done)
+        for _ in futures:
+            yield done.get(timeout=deadline.left())
+    except queue.Empty:
+        return
+    except KeyboardInterrupt as error:
+        note_calls(error, [future._waited_for() for future in futures if not future.done()])
+        raise
+    finally:  # else calls that go on would hold the queue, and with it the futures that are done
+        for call, when_done in watches:
+            call.unwatch(when_done)
 
 
 def _checked(futures: Iterable[Future[Any]], timeout: float | None, function: str) -> list[Future[Any]]:
