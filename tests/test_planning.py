@@ -460,6 +460,14 @@ def test_what_was_split_by_cost_comes_back_in_order(costs, dp, pad):
     assert counts_of(sent_by) == counts_of(pack_one(costs, Mesh(dp=dp), Split("dp", pad=pad)))
 
 
+@given(st.lists(st.integers(0, 100), max_size=40), st.integers(1, 5))
+def test_no_rank_has_the_same_row_twice_though_parts_are_padded(costs, dp):
+    sent_by = pack_balanced({"cost": costs, "row": list(range(len(costs)))}, dp, pad=True)
+    for rank in range(dp):
+        rows = arguments(sent_by, rank)[0]["row"]
+        assert len(set(rows)) == len(rows)
+
+
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=60), st.integers(1, 6))
 def test_parts_cost_about_the_same(costs, dp):
     sent_by = pack_balanced({"cost": np.array(costs)}, dp)

@@ -176,9 +176,9 @@ def _cut(mesh: Mesh, split: Split, rows: int, costs: np.ndarray[Any, Any] | None
 
 
 def _padded(numbers: Index, size: int, rows: int) -> Index:
-    """Row numbers, followed by those from the start of the batch, up to some size."""
-    missing = size - len(numbers)
-    return np.concatenate([np.asarray(numbers, np.int64), np.arange(missing) % rows]) if missing else numbers
+    """Row numbers, followed by the first of the others up to some size: a row twice may be one object twice."""
+    missing, own = size - len(numbers), np.asarray(numbers, np.int64)
+    return np.concatenate([own, np.delete(np.arange(rows), own)[:missing]]) if missing else numbers
 
 
 _cut_in_order = lru_cache(maxsize=64)(_cut)

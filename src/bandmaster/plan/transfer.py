@@ -50,7 +50,7 @@ class Split:
 
     Args:
         *axes: Names of mesh axes, the slowest first; at least one.
-        pad: Repeat rows from the start of the batch until all parts have equal row counts. `Concat` removes the copies
+        pad: Add the first rows that a part lacks until all parts have equal row counts. `Concat` removes the copies
             from the result, which requires one result row for each row. Other collect rules in a tuple combine the
             values computed from rows and copies together.
         balance: Name of a column of the batch, or of another argument with one number per row, that gives the cost of
