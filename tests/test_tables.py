@@ -9,6 +9,8 @@ import numpy as np
 import pandas
 import pyarrow
 import pytest
+import torch
+from tensordict import TensorDict
 
 import bandmaster as bm
 from bandmaster import Concat, Dispatch, Gather, PerRank, Split, TransferProtocol, register
@@ -271,6 +273,18 @@ def test_operations_on_columns_keep_the_type_of_a_mapping(cutter, kind):
             assert " ".join(value) == names
             assert value["a"].tolist() == [0, 1, 2, 3]
     assert list(table) == ["a", "b", "c"]
+
+
+@few_backends
+def test_a_frame_that_is_joined_with_columns_it_cannot_hold_is_a_dict(cutter):
+    frame, tensors = pandas.DataFrame({"x": range(5), "y": list("abcde")}), torch.ones(5, 2, dtype=torch.bfloat16)
+    for other in {"z": tensors}, TensorDict({"z": tensors}, [5]):
+        rows = cutter.echo.submit(frame).join(cutter.echo.submit(other))[[3, 0]]
+        for table in rows.result(), cutter.echo(rows):
+            assert type(table) is dict
+            assert list(table) == ["x", "y", "z"]
+            assert_same(table["y"], frame["y"].iloc[[3, 0]])
+            assert torch.equal(table["z"], tensors[:2])
 
 
 @few_backends

@@ -82,12 +82,17 @@ def choose_columns(value: Any, names: Mapping[Any, Any]) -> Any:
 
 
 def join_columns(values: Sequence[Any]) -> Any:
-    """A batch of the type of the first value with the columns of all values, which have equal row counts."""
+    """A batch of the type of the first value with the columns of all values, which have equal row counts.
+
+    It is a dict if the first value is a frame and others are not: a frame may be unable to hold their columns.
+    """
     first = values[0]
-    if is_frame(first):
+    if all(map(is_frame, values)):
         return sys.modules["pandas"].concat([value.set_axis(first.index) for value in values], axis=1)
     columns = {name: part for value in values for name, part in (_columns(value) or {}).items()}
-    return type(first)(columns, batch_size=first.batch_size[:1]) if _is_tensordict(first) else rebuilt(first, columns)
+    if _is_tensordict(first):
+        return type(first)(columns, batch_size=first.batch_size[:1])
+    return columns if is_frame(first) else rebuilt(first, columns)
 
 
 def ascending(column: Any) -> np.ndarray[Any, Any]:
