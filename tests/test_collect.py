@@ -1,5 +1,7 @@
 """From the ranks' values to what the caller gets: joined, listed, reduced, or one of them."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -133,6 +135,42 @@ def test_reduce_keeps_the_dtype_and_its_inputs():
     assert reduced("sum", [np.ones(2, np.int16), np.ones(2, np.int16)]).dtype == np.int16
     assert reduced("sum", values).tolist() == [2, 2]
     assert [value.tolist() for value in values] == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("of", [np, torch])
+@pytest.mark.parametrize(
+    ("dtype", "numbers", "mean"),
+    [
+        ("uint8", [200, 100, 250, 50], 150),
+        ("int8", [100, 100, 100, -100], 50),
+        ("int32", [2**31 - 1] * 4, 2**31 - 1),
+        ("float16", [60_000, 60_000, 60_000, 20_000], 50_000),
+    ],
+)
+def test_a_mean_does_not_overflow(of, dtype, numbers, mean):
+    values = [of.asarray([number], dtype=getattr(of, dtype)) for number in numbers]
+    scalars = [value[0] for value in values]
+    for found in (
+        reduced("mean", values)[0],
+        reduced("mean", scalars),
+        reduced("mean", [{"a": x} for x in scalars])["a"],
+    ):
+        assert found == pytest.approx(mean)
+        assert found.dtype == (values[0] / 1).dtype
+
+
+def test_the_mean_of_values_in_two_small_dtypes_is_in_one_that_holds_both():
+    values = [torch.tensor(60_000.0, dtype=torch.float16), torch.tensor(80_000.0, dtype=torch.bfloat16)]
+    assert reduced("mean", values).dtype == torch.float32
+
+
+@pytest.mark.parametrize("op", ["min", "max"])
+@pytest.mark.parametrize("make", [float, np.float32, np.array, torch.tensor])
+def test_the_least_and_the_largest_of_numbers_with_a_nan_is_that_nan(op, make):
+    for at in range(3):
+        values = [make(float("nan") if rank == at else float(rank)) for rank in range(3)]
+        assert math.isnan(reduced(op, values))
+        assert type(reduced(op, values)) is type(values[0]) or make is np.array
 
 
 def test_reduce_by_a_function_gets_all_values():

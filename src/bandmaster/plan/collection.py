@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from itertools import compress
@@ -18,6 +19,8 @@ from bandmaster.plan.rows import CollectEach, RealRows
 from bandmaster.plan.transfer import Concat, Gather, Incoming, Only, Reduce
 
 ADVICE = f"return a batch ({KNOWN}), or collect with Gather() or Reduce('mean')"
+WIDER = {f"{kind}{bits}": "int64" for kind in ("int", "uint") for bits in (8, 16, 32)}  # the dtype to add up in
+WIDER |= {"float16": "float32", "bfloat16": "float32"}
 
 
 def collect(
@@ -187,16 +190,30 @@ def _reduce_tree(op: str, values: Sequence[Any], shares: Sequence[float]) -> Any
         raise TypeError(f"{type(values[0]).__name__} is neither a number nor an array, tensor or dict of them")
     if op in ("min", "max"):
         return reduce(_pairwise(op, values[0]), values)
-    counted = [_countable(value) for value in values]
+    counted = [_countable(value, op) for value in values]
     if any(share != 1 for share in shares):
         counted = [value * share for value, share in zip(counted, shares, strict=True)]
     total = reduce(operator.add, counted)
-    return total / sum(shares) if op == "mean" else total
+    if op == "sum":
+        return total
+    mean, dtypes = total / sum(shares), {_dtype_of(value) for value in values}
+    return _cast(mean, *dtypes) if dtypes in ({"float16"}, {"bfloat16"}) else mean
 
 
-def _countable(value: Any) -> Any:
-    """A value that can be counted: booleans as integers, because True + True is 2 in Python, but True in arrays."""
-    return value + 0 if "bool" in str(getattr(value, "dtype", "")) else value
+def _countable(value: Any, op: str) -> Any:
+    """A value that can be added up: True + True is 2 in Python, but True in arrays, and sums of a mean may overflow."""
+    dtype = _dtype_of(value)
+    if "bool" in dtype:
+        return value + 0
+    return _cast(value, WIDER[dtype]) if op == "mean" and dtype in WIDER else value
+
+
+def _dtype_of(value: Any) -> str:
+    return str(getattr(value, "dtype", "")).removeprefix("torch.")
+
+
+def _cast(value: Any, dtype: str) -> Any:
+    return value.astype(dtype) if hasattr(value, "astype") else value.to(getattr(sys.modules["torch"], dtype))
 
 
 def _pairwise(op: str, like: Any) -> Callable[[Any, Any], Any]:
@@ -204,7 +221,9 @@ def _pairwise(op: str, like: Any) -> Callable[[Any, Any], Any]:
         return lambda a, b: getattr(a, f"{op}imum")(b)
     if isinstance(like, np.ndarray):
         return np.minimum if op == "min" else np.maximum
-    return min if op == "min" else max
+    if op == "min":  # NaN is the least number and the largest, as in arrays
+        return lambda a, b: min(a, b, key=lambda number: (number == number, number))
+    return lambda a, b: max(a, b, key=lambda number: (number != number, number))
 
 
 def _describe(value: Any) -> str:
