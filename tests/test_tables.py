@@ -33,6 +33,10 @@ class Labelled(dict):
 
 
 class Cutter(bm.Worker):
+    @register(TransferProtocol(Split("dp", balance="cost"), Gather()))
+    def balanced(self, table):
+        return table["row"]
+
     @register(TransferProtocol(Split("dp"), Gather("dp")))
     def look(self, table):
         return type(table), count_rows(table)
@@ -197,6 +201,24 @@ def test_operations_on_rows_keep_every_dtype_of_pandas(cutter, index):
 def test_rows_are_sorted_as_pandas_sorts_them(cutter, name):
     frame = every_dtype()
     assert_same(cutter.echo.submit(frame).sort_by(name).result(), frame.sort_values(name, kind="stable"))
+
+
+@few_backends
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64])
+def test_rows_are_sorted_and_balanced_by_tensors_of_any_dtype_in_one_column(cutter, dtype):
+    table = {"cost": torch.tensor([[8], [1], [4], [2]]).to(dtype), "row": [0, 1, 2, 3]}
+    assert cutter.echo.submit(table).sort_by("cost").result()["row"] == [1, 3, 2, 0]
+    for rows in table, cutter.echo.submit(table):
+        assert cutter.balanced(rows) == [[0, 1], [2, 3]]
+
+
+@few_backends
+@pytest.mark.parametrize(
+    "column", [np.ones((2, 2)), torch.ones(2, 2), [(1, 2), (1, 1)], [[1], [1, 2]], [None, 1], pandas.Series([(), 1])]
+)
+def test_a_column_by_which_rows_cannot_be_sorted_is_named(cutter, column):
+    with pytest.raises(bm.BatchError, match=r"cannot sort by column 'key': that takes one value for each row"):
+        cutter.echo.submit({"key": column}).sort_by("key")
 
 
 @few_backends

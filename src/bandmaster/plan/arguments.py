@@ -10,6 +10,7 @@ import numpy as np
 
 from bandmaster.errors import ArgumentError, BatchError
 from bandmaster.plan.batch import KNOWN, Batch, as_batch, describe
+from bandmaster.plan.columns import as_array
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import CollectEach, Cut, RealRows, cut_rows
 from bandmaster.plan.transfer import Broadcast, Concat, Incoming, Only, Outgoing, PerRank, Split
@@ -351,7 +352,7 @@ class SplitArguments:
                 f"{why}, but neither a column of {names} nor an argument is called {name!r}; add one with a value for "
                 "each row"
             )
-        return np.asarray(found.cpu() if hasattr(found, "cpu") else found)
+        return as_array(found)
 
     def costs(self, split: Split) -> np.ndarray[Any, Any] | None:
         """The cost of each row for a split that balances.

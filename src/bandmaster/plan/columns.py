@@ -9,6 +9,7 @@ from zlib import crc32
 
 import numpy as np
 
+from bandmaster.errors import BatchError
 from bandmaster.plan.batch import as_batch, users_batch_types
 from bandmaster.plan.batch_types import rebuilt
 
@@ -95,11 +96,28 @@ def join_columns(values: Sequence[Any]) -> Any:
     return columns if is_frame(first) else rebuilt(first, columns)
 
 
-def ascending(column: Any) -> np.ndarray[Any, Any]:
-    """The numbers of the rows in ascending order of a column; rows with equal values stay in their order."""
-    if hasattr(column, "sort_values"):  # pandas has an order of its own for categories and for missing values
-        return np.asarray(column.reset_index(drop=True).sort_values(kind="stable").index)
-    return np.argsort(np.asarray(column), kind="stable")
+def ascending(column: Any, name: Hashable) -> np.ndarray[Any, Any]:
+    """The numbers of the rows in ascending order of a column; rows with equal values stay in their order.
+
+    Raises:
+        BatchError: The column has not one value for each row, or values that cannot be compared.
+    """
+    try:
+        if hasattr(column, "sort_values"):  # pandas has an order of its own for categories and for missing values
+            return np.asarray(column.reset_index(drop=True).sort_values(kind="stable").index)
+        return np.argsort(as_array(column).reshape(len(column)), kind="stable")
+    except Exception as error:
+        raise BatchError(
+            f"cannot sort by column {name!r}: that takes one value for each row, all of which can be compared ({error})"
+        ) from error
+
+
+def as_array(column: Any) -> np.ndarray[Any, Any]:
+    """A column as an array in host memory: float32 for dtypes that only torch has, such as bfloat16."""
+    if hasattr(column, "cpu"):
+        column = column.detach().cpu()
+    is_torchs = str(getattr(column, "dtype", "")).startswith(("torch.bfloat", "torch.float8"))
+    return np.asarray(column.float() if is_torchs else column)
 
 
 def _columns(value: Any) -> Mapping[Any, Any] | None:
