@@ -210,6 +210,16 @@ def test_what_is_known_of_rows_that_stay(two, width):
     assert rows.result()["name"] == [f"row {i}" for i in range(7)]
 
 
+def test_rows_count_once_though_their_columns_were_joined_again(two, three):
+    rows = made(two)
+    full = rows.select("id").join(three.who.submit(rows).select("rank"), rows.select("name"))
+    places = [(place.method, place.n_rows) for place in full.where]
+    assert places[:2] == [("Rows.make", 4), ("Rows.make", 3)]
+    assert places[2:] == [("Rows.who", 3), ("Rows.who", 2), ("Rows.who", 2)]
+    twice = [(place.method, place.n_rows) for place in bm.concat([full, full[:1]]).where]
+    assert twice[:2] == [("Rows.make", 5), ("Rows.make", 3)]
+
+
 @pytest.mark.parametrize("width", [SMALL, LARGE])
 def test_ranks_of_another_mesh_read_their_own_rows(two, three, width):
     for n in (0, 1, 2, 7):

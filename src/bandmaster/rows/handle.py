@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -80,10 +81,13 @@ class Handle:
     @property
     def where(self) -> tuple[Place, ...]:
         """The rank and host that keeps each part of the rows; waits for the call."""
-        counts: dict[Any, int] = {}
-        for part, n in self._table().rows_by_part():
-            counts[part.origin] = counts.get(part.origin, 0) + n
-        return tuple([Place(origin.method, origin.rank, origin.host, n) for origin, n in counts.items() if n])
+        counts: Counter[Any] = Counter()
+        for block in self._table().blocks:
+            in_block: Counter[Any] = Counter()
+            for part, n in Table((block,)).rows_by_part():
+                in_block[part.origin] += n
+            counts |= in_block  # the larger number, as other blocks have other columns of the same rows
+        return tuple([Place(origin.method, origin.rank, origin.host, n) for origin, n in counts.items()])
 
     def _drawing(self) -> str | None:
         """The places of the rows as an SVG drawing; None if there are too many places."""
