@@ -429,6 +429,9 @@ def test_wrong_uses_are_refused_in_words(two, three):
         rows[[True, False]].result()
     with pytest.raises(bm.UsageError, match=r"rows\[i:i\+1\] is a single one"):
         rows[0]
+    for n in -1, 3.9, "2":
+        with pytest.raises(bm.UsageError, match=rf"repeat takes a whole number of copies, 0 or more, got n={n!r}"):
+            rows.repeat(n)
     with pytest.raises(bm.BatchError, match=r"cannot select 'nothing': the columns are id, wide, name"):
         rows.select("nothing").result()
     with pytest.raises(bm.BatchError, match=r"no column would be left after drop: the columns are id, wide, name"):

@@ -153,6 +153,8 @@ class Handle:
 
     def repeat(self, n: int) -> Self:
         """Every row ``n`` times, with the copies of a row next to each other."""
+        if not isinstance(n, int | np.integer) or n < 0:
+            raise UsageError(f"repeat takes a whole number of copies, 0 or more, got n={n!r}")
         return self._taken("repeat", lambda n_rows: np.repeat(np.arange(n_rows), n))
 
     def shuffle(self, seed: int) -> Self:
