@@ -1,10 +1,12 @@
 """A class that checks for finite numbers names the rank, the method and the column, and passes what is right."""
 
 import asyncio
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
@@ -19,6 +21,10 @@ class Model(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def metrics(self, loss):
         return {"loss": loss / 2, "step": 3, "name": "x", "none": None}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def same(self, value):
+        return value
 
     @register(Dispatch.ONE_TO_ALL)
     def items(self, loss):
@@ -61,6 +67,39 @@ def test_what_is_not_finite_is_named(checked):
             "answer returns with 1 infinite of 2 numbers, the first in row 1"
             in why(checked.answer.submit(np.float64(0.0)))[1]
         )
+
+
+def nested(*rows):
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("make", "right", "wrong", "words"),
+    [
+        (lambda rows: nested(*rows), [[1.0], [2.0, 3.0]], [[1.0], [2.0, NAN]], "[1] with 1 NaN of 2 numbers"),
+        (lambda rows: torch.tensor(rows).to_sparse(), [0.0, 1.0], [0.0, NAN], ".values() with 1 NaN of 1 number,"),
+        (lambda rows: torch.tensor(rows).to(torch.float8_e4m3fn), [1.0, 2.0], [1.0, NAN], "with 1 NaN of 2 numbers"),
+        (lambda rows: torch.tensor(rows).to(torch.bfloat16), [1.0, 2.0], [1.0, NAN], "with 1 NaN of 2 numbers"),
+        (lambda rows: TensorDict({"a": torch.tensor(rows)}), [1.0, 2.0], [1.0, NAN], "['a'] with 1 NaN of 2 numbers"),
+    ],
+    ids=["nested", "sparse", "float8", "bfloat16", "TensorDict"],
+)
+def test_tensors_of_every_kind_are_checked(checked, make, right, wrong, words):
+    assert len(checked.same(make(right))) == 2
+    assert f"same gets value {words}" in why(checked.same.submit(make(wrong)))[1]
+
+
+@dataclass
+class Config:
+    batch_size: int = 4
+    layout: str = "dense"
+
+
+def test_settings_are_no_columns(checked):
+    assert checked.same(Config()) == [Config()] * 2
 
 
 def test_the_items_of_a_stream_are_checked(checked):

@@ -121,25 +121,43 @@ def _look(what: str, value: Any, path: str, allow_infinite: bool) -> None:
     if isinstance(value, float):
         if math.isnan(value) or (math.isinf(value) and not allow_infinite):
             raise FloatingPointError(f"{what}{path and ' ' + path} = {value}")
-    elif isinstance(value, Mapping) or hasattr(value, "batch_size"):  # a TensorDict is no Mapping
+    elif isinstance(value, Mapping) or _is_tensordict(value):
         for key, part in value.items():
             _look(what, part, f"{path}[{key!r}]", allow_infinite)
     elif isinstance(value, (list, tuple)):
         for index, part in enumerate(value):
             _look(what, part, f"{path}[{index}]", allow_infinite)
+    elif _has_floats(value) and value.is_nested:
+        _look(what, value.unbind(), path, allow_infinite)
+    elif _has_floats(value) and value.layout is not sys.modules["torch"].strided:
+        _look(what, value.to_sparse_coo().coalesce().values(), f"{path}.values()", allow_infinite)
     else:
+        if _has_floats(value) and value.itemsize == 1:
+            value = value.float()  # torch cannot compare float8
         bad = _bad(value, allow_infinite)
         if bad is not None and bad.any():
             raise FloatingPointError(f"{what}{path and ' ' + path} with {_described(value, bad)}")
+
+
+def _is_tensordict(value: Any) -> bool:
+    """Whether a value is a TensorDict or a tensorclass, which are no mappings."""
+    tensordict = sys.modules.get("tensordict")
+    return tensordict is not None and bool(tensordict.is_tensor_collection(value))
+
+
+def _has_floats(value: Any) -> bool:
+    """Whether a value is a tensor of floating-point or complex numbers."""
+    torch = sys.modules.get("torch")
+    is_tensor = torch is not None and isinstance(value, torch.Tensor)
+    return is_tensor and (value.is_floating_point() or value.is_complex())
 
 
 def _bad(value: Any, allow_infinite: bool) -> Any:
     """Find the wrong elements of an array or tensor: one of the same kind, of bools; None for other values."""
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "fc":
         return np.isnan(value) if allow_infinite else ~np.isfinite(value)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
-        value = value.values() if value.is_nested else value
+    if _has_floats(value):
+        torch = sys.modules["torch"]
         return torch.isnan(value) if allow_infinite else ~torch.isfinite(value)
     return None
 
