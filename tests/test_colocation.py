@@ -301,6 +301,18 @@ def test_a_rank_of_all_roles_is_replaced(pool):
         assert group.second.told_so_far() == [[("replace", 1, "s")]] * 2
 
 
+class Joined(Critic):
+    @classmethod
+    def why_not_replaced(cls, mesh):
+        return f"{mesh.shape['tp']} ranks start together" if "tp" in mesh.shape else ""
+
+
+def test_a_role_is_asked_with_its_own_mesh_whether_a_rank_can_be_replaced(pool):
+    meshes, alone = {"critic": Mesh(tp=2)}, pytest.raises(bm.UsageError, match="2 ranks start together")
+    with bm.colocate(pool, meshes=meshes, critic=Joined) as group, alone:
+        group.replace(0)
+
+
 @pytest.mark.backends("local")
 def test_roles_share_one_process_group(pool):
     with bm.colocate(pool, one=Both, other=Both) as group:

@@ -200,7 +200,7 @@ class ColocatedGroup(GroupOf[Any]):
 
     def _why_not_replaced(self) -> str:
         by_role = [
-            why_not_replaced(checked.cls, self._mesh, f" in the worker class of {name}")
+            why_not_replaced(checked.cls, checked.role.mesh, f" in the worker class of {name}")
             for name, checked in self._roles.items()
         ]
         return next(filter(None, by_role), "")
