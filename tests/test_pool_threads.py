@@ -280,3 +280,38 @@ def test_ctrl_c_as_slots_are_reserved_and_released_leaves_their_gpus_free():
         reserve()
         n += 1
     assert n > 20
+
+
+def test_ctrl_c_as_a_pool_closes_leaves_neither_slots_nor_groups_to_close_all(gpus):
+    def reserve():
+        return bm.ResourcePool([N_GPUS], backend="inprocess", use_gpu=True).reserve()
+
+    n, is_interrupted = 1, True
+    while is_interrupted:
+        pool = reserve()
+        groups = [bm.WorkerGroup(part, Holder) for part in (pool, *bm.split_resource_pool(pool, [1, 3]))]
+        is_interrupted = pressed(pool.close, n)
+        try:
+            reserve().close()  # slots are free only once no group is on them
+        except bm.PlacementError:
+            bm.close_all()
+            reserve().close()
+        for group in groups:
+            with pytest.raises(bm.ClosedError):
+                group.where()
+        n += 1
+    assert n > 40
+
+
+def test_ctrl_c_as_a_group_ends_ends_the_other_groups_of_the_pool_that_closes(gpus, monkeypatch):
+    def stop(workers, *_):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with bm.ResourcePool([2], backend="inprocess") as pool:
+        group, other = (bm.WorkerGroup(part, Holder) for part in (pool, bm.split_resource_pool(pool, 1)[1]))
+        monkeypatch.setattr(type(group._ownership.workers()), "stop", stop)
+        with pytest.raises(KeyboardInterrupt):
+            pool.close()
+        with pytest.raises(bm.ClosedError):
+            other.where()

@@ -151,17 +151,21 @@ class Lease:
         self.is_closed = True
         try:
             close_all(self.groups)
+            self._end()
         except UsageError:
             self.is_closed = False
             raise
-        except BaseException:
-            self._end()
+        except BaseException:  # Ctrl-C: each step may be taken again
+            try:
+                close_all(self.groups)
+            finally:
+                self._end()
             raise
-        self._end()
 
     def _end(self) -> None:
-        if self._release is not None:
-            self._release()
+        if self._release is not None and (armed := self._release.peek()) is not None:
+            armed[1](*armed[2])  # and only then disarmed, so that Ctrl-C in between leaves it to the next
+            self._release.detach()
 
 
 def _released(backend: Backend, reservation: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from bandmaster.backends import get_backend
@@ -31,8 +32,9 @@ _pools: weakref.WeakKeyDictionary[ResourcePool, int] = weakref.WeakKeyDictionary
 
 
 def open_pools() -> list[ResourcePool]:
-    """The pools that this process has made and not closed."""
-    return [pool for pool, made_in in list(_pools.items()) if made_in == n_forks() and not pool._is_over]
+    """The pools that this process has made and whose slots are not all released."""
+    made = [pool for pool, made_in in list(_pools.items()) if made_in == n_forks()]
+    return [pool for pool in made if not all(part.lease.is_closed for part in pool._parts)]
 
 
 class ResourcePool:
@@ -278,8 +280,7 @@ class ResourcePool:
         """
         self._is_closed = True
         try:
-            close_all(self._groups)
-            close_all(self._owned)
+            close_all(chain(self._groups, self._owned))  # Ctrl-C in one does not keep it from the others
         except UsageError:
             self._is_closed = False
             raise
