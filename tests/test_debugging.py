@@ -17,7 +17,7 @@ from debug_adapter import Ide
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.cli import main
-from bandmaster.wire.status_page import DEBUGGER, announcement, in_debuggers
+from bandmaster.wire.status_page import DEBUGGER, announcement, find_all, in_debuggers
 
 pytestmark = [pytest.mark.backends("local", "ray"), pytest.mark.here]
 
@@ -258,6 +258,34 @@ def test_an_ide_attaches_while_deadlines_wait(backend, capfd):
                 assert in_debuggers(pids) == {pids[1]}  # as long as the IDE is there
             wait_until_in_debugger(group, [])
         assert group.step(1, []) == [2, 3]
+
+
+class StopsAtFirst(bm.Worker):
+    def __init__(self):
+        start = 1
+        breakpoint()
+        self.start = start
+
+    @register(Dispatch.ONE_TO_ALL)
+    def started(self):
+        return self.start
+
+
+def test_the_deadline_of_a_constructor_waits(backend):
+    with bm.ResourcePool([1], backend=backend) as pool, ThreadPoolExecutor(1) as threads:
+        starting = threads.submit(bm.WorkerGroup, pool, StopsAtFirst, name="stops", start_timeout=5)
+        deadline = idle_time() + 30
+        while not in_debuggers(worker.pid for worker in find_all() if worker.controller == os.getpid()):
+            assert idle_time() < deadline and not starting.done()
+            time.sleep(0.02)
+        child = attached("stops")
+        child.sendline("import time; time.sleep(6); 41 + start")  # longer than the start may take
+        child.expect_exact("42")
+        child.sendline("start = 77")
+        child.expect_exact("(Pdb) ")
+        child.sendline("c")
+        ended(child, "rank 0 of stops goes on without the debugger")
+        assert starting.result(timeout=20).started() == [77]
 
 
 def test_who_does_not_wait_cannot_be_debugged(group, capsys):

@@ -149,12 +149,14 @@ class _Construction:
         workers.call([WorkerCall(self._ranks, step, parts, Reply.DROP)], call.tickets)
         self._start.call = call
         try:
-            has_ended = self._has_ended(call)
+            while not self._has_ended(call):
+                late = CallTimeout(site.method, call.missing, options.timeout or 0.0, call.stacks(), START_ADVICE)
+                if not (options.timeout and late.is_debugged):
+                    raise late
+                self._deadline = Deadline(options.timeout)
         except KeyboardInterrupt as interrupt:
             note_calls(interrupt, [WaitedFor(site.method, call.missing, call.late)])
             raise
-        if not has_ended:
-            raise CallTimeout(site.method, call.missing, options.timeout or 0.0, call.stacks(), START_ADVICE)
         error = None if call.done is None else call.done.error
         if type(error) is RemoteError:
             where, axes = error.coordinates, launch.mesh.shown_axes
