@@ -152,6 +152,33 @@ class Hashes(bm.Worker):
         return hash(text)
 
 
+FLAGGED = """
+import os, sys
+import bandmaster as bm
+
+class Flagged(bm.Worker):
+    @bm.register(bm.Dispatch.ONE_TO_ALL)
+    def flags(self):
+        return sys.flags.optimize, sys.warnoptions, sys.flags.dev_mode, os.environ["PYTHONWARNINGS"]
+
+for variables in ({}, {"PYTHONWARNINGS": "ignore"}):
+    with bm.ResourcePool([1], preload=["starts_thread"], env=variables) as pool:
+        print(*bm.WorkerGroup(pool, Flagged).flags())
+"""
+
+
+def test_flags_of_the_interpreter_reach_local_workers(make_module, tmp_path):
+    make_module("starts_thread", "from threading import *\nThread(target=Event().wait, daemon=True).start()")
+    command = [sys.executable, "-O", "-W", "error::FutureWarning", "-X", "dev", "-c", FLAGGED]
+    env = {**os.environ, "PYTHONWARNINGS": "error::BytesWarning"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=env)
+    assert done.stdout.splitlines() == [
+        f"(1, ['default', '{warnings}', 'error::FutureWarning'], True, '{warnings}')"
+        for warnings in ("error::BytesWarning", "ignore")
+    ], done.stderr
+    assert "ResourceWarning" not in done.stderr
+
+
 @pytest.mark.backends("local")
 def test_threads_of_numerical_libraries_can_be_asked_for(make_pool, make_group):
     group = make_group(make_pool([2], env={"OMP_NUM_THREADS": "3"}, preload=["torch"]), Threads)

@@ -300,8 +300,10 @@ def _start(
     )
     guard = [sys.executable, "-ISc", GUARD] if has_guard else []
     single = dict.fromkeys(THREAD_VARIABLES, "1")  # workers set the number of threads that they are told
+    by_env = [f"-W{option}" for option in os.environ.get("PYTHONWARNINGS", "").split(",")]  # inherited
+    flags = [flag for flag in subprocess._args_from_interpreter_flags() if flag not in by_env]  # type: ignore[attr-defined]
     return subprocess.Popen(
-        [*guard, sys.executable, "-c", program, str(control.fileno()), "", *modules],
+        [*guard, sys.executable, *flags, "-c", program, str(control.fileno()), "", *modules],
         stdin=subprocess.DEVNULL,
         pass_fds=[control.fileno()],
         env={**os.environ, **variables, **single},

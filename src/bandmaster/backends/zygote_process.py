@@ -172,6 +172,8 @@ class _Zygote:
             if self._controller in ready or (self._control.fileno() in ready and not self._take()):
                 self._end_all()
                 signal.set_wakeup_fd(-1)
+                for end in (self._control, self._wake, self._waker):
+                    end.close()  # -X dev and -W error of the controller complain of sockets that are left
                 return
             self._answer_endings()
 
