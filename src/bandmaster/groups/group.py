@@ -204,7 +204,7 @@ class GroupOf(AnyGroup, Generic[W]):
         hook = self._same("on_restart", (state,), {}, self.world_size) if has_hook else None
         with self._submitter.gate.renewal(), self._changing:
             self._launch = replace(self._launch, slots=self._pool._renewed())
-            self._ownership.workers().stop("the group was restarted")
+            self._ownership.workers().stop("the group was restarted; if restart() raised, its error says why none run")
             self._end_watches()
             self._submitter.work.begin_anew()
             self._start(self._launch)
