@@ -173,6 +173,10 @@ class Talks(bm.Worker):
             logging.getLogger("trainer").warning("%d %s", number, "x" * 1000)
         logging.getLogger("trainer").warning("x" * 1_000_000)
 
+    @register(Dispatch.ONE_TO_ALL)
+    def log_long(self, message, prompt):
+        logging.getLogger("trainer").warning(message, extra={"prompt": prompt})
+
 
 @pytest.mark.backends("local", "ray")
 def test_output_goes_to_a_file_of_each_rank(make_pool, tmp_path, capfd):
@@ -224,6 +228,17 @@ def test_records_of_workers_arrive_in_the_loggers_of_the_controller(zygote, capl
     assert first.funcName == "log" and not hasattr(first, "model")
     failed = next(record for record in records if record.levelno == logging.ERROR)
     assert "ValueError: on purpose" in failed.getMessage()
+
+
+def test_the_strings_of_records_that_are_too_long_are_shortened(zygote, caplog):
+    with caplog.at_level("DEBUG"), bm.ResourcePool([1]) as pool:
+        group = bm.WorkerGroup(pool, Talks, name="actor", logging="INFO")
+        for message, prompt in (("short", "x" * 150_000), ("\N{GRINNING FACE}" * 20_000, "y" * 300_000)):
+            group.log_long(message, prompt)
+    first, second = (record for record in caplog.records if record.name == "trainer")
+    assert first.getMessage() == "[actor 0] short"
+    assert second.getMessage().startswith("[actor 0] " + "\N{GRINNING FACE}" * 1000)
+    assert re.fullmatch(r"x{9000,} …", first.prompt) and re.fullmatch(r"y{1000,} …", second.prompt)
 
 
 def test_the_controller_decides_what_is_logged(zygote, caplog):

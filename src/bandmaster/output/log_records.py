@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 class RecordSender(logging.Handler):
     """A handler whose records arrive in the loggers of the controller.
 
-    Attributes of a record that are neither strings nor numbers are left out. The next record after dropped ones
-    carries their number.
+    Attributes of a record that are neither strings nor numbers are left out, and the strings of one that is too long
+    are shortened. The next record after dropped ones carries their number.
 
     Args:
         connection: The worker's end.
@@ -44,10 +44,10 @@ class RecordSender(logging.Handler):
             text = self.format(record)  # with the traceback, if there is one
             fields = {k: v for k, v in vars(record).items() if k not in _NOT_SENT and isinstance(v, _PLAIN)}
             fields |= {"msg": text, "n_dropped": self._n_dropped}
-            data = json.dumps(fields).encode()
-            if len(data) > MAX_RECORD_NBYTES:
-                fields["msg"] = text[: MAX_RECORD_NBYTES // 8] + " …"
-                data = json.dumps(fields).encode()
+            n = MAX_RECORD_NBYTES
+            while len(data := json.dumps(fields).encode()) > MAX_RECORD_NBYTES and n:
+                n //= 2  # a character takes up to 12 bytes
+                fields = {k: f"{v[:n]} …" if isinstance(v, str) and len(v) > n else v for k, v in fields.items()}
             self._connection.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             self._n_dropped = 0
         except OSError:  # the socket is full, or the controller has ended
