@@ -1047,6 +1047,10 @@ REGISTRATIONS = {
         lambda: mark(execute_mode=Execute.RANK_ZERO, mesh="train"),
         ["use no axes of a mesh; remove mesh="],
     ),
+    "arguments for rank zero": (
+        lambda: mark(execute_mode=Execute.RANK_ZERO, arguments={"batch": Broadcast()}),
+        ["a method of rank 0 alone gets its arguments unsplit", "remove execute_mode= or arguments="],
+    ),
     "a mesh instead of its name": (lambda: mark(mesh=Mesh(dp=2)), ["must be the name of one of the group's meshes"]),
     "half a custom protocol": (lambda: mark({"dispatch_fn": len}), ["'dispatch_fn' and 'collect_fn'"]),
     "a custom protocol of no functions": (

@@ -143,8 +143,6 @@ def register(
     dispatch_mode: Any,
     execute_mode: Literal[Execute.RANK_ZERO],
     blocking: Literal[True] = ...,
-    arguments: _Rules = ...,
-    mesh: str | None = ...,
 ) -> _Own: ...
 @overload
 def register(  # type: ignore[overload-overlap]
@@ -237,7 +235,7 @@ def register(
 
     Raises:
         ProtocolError: The protocol is unknown (the message lists the known names) or contradicts itself, or
-            ``arguments`` names a parameter that the method does not have.
+            ``arguments`` names a parameter that the method does not have, or is given with ``Execute.RANK_ZERO``.
 
     Example:
         >>> from bandmaster import Broadcast, Worker
@@ -256,6 +254,8 @@ def register(
                             "execute_mode=Execute.RANK_ZERO and arguments=, or use a TransferProtocol")  # fmt: skip
     if not isinstance(arguments, Mapping | None):
         raise ProtocolError(f"arguments must be a dict of dispatch rules by parameter name, got {arguments!r}")
+    if execute_mode is Execute.RANK_ZERO and arguments:
+        raise ProtocolError("a method of rank 0 alone gets its arguments unsplit; remove execute_mode= or arguments=")
     if not isinstance(mesh, str | None):
         raise ProtocolError(f"mesh of register must be the name of one of the group's meshes, got {mesh!r}")
     if mesh is not None and (isinstance(protocol, Custom) or execute_mode is Execute.RANK_ZERO):
