@@ -22,6 +22,15 @@ DEADLINE = 20.0  # of whatever must end
 PLACES = 3
 
 
+def unreadable():
+    raise ValueError("no such thing here")
+
+
+class Unreadable:
+    def __reduce__(self):
+        return unreadable, ()
+
+
 class Speaker(bm.Worker):
     def __init__(self):
         self.n_begun = self.n_made = self.n_ended = 0
@@ -39,6 +48,16 @@ class Speaker(bm.Worker):
                 made += 1
             if fails:
                 raise ValueError("no more")
+        finally:
+            self.n_ended += 1
+
+    @register(Dispatch.REQUEST, concurrency=PLACES)
+    async def unreadable(self):
+        self.n_begun += 1
+        try:
+            yield 0
+            while True:
+                yield Unreadable()
         finally:
             self.n_ended += 1
 
@@ -513,6 +532,16 @@ def test_an_item_that_cannot_be_pickled(group):
     assert next(stream) == 1
     with pytest.raises(bm.CollectError, match="the returned lock cannot be pickled"):
         next(stream)
+
+
+@pytest.mark.parametrize("listing", [list, lambda stream: asyncio.run(listed(stream))], ids=["for", "async for"])
+def test_an_item_that_cannot_be_unpickled_ends_the_stream(group, counts, listing):
+    stream = group.unreadable.options(timeout=DEADLINE).stream()
+    with pytest.raises(bm.CollectError, match="no such thing here"):
+        listing(stream)
+    assert listing(stream) == []
+    n_begun, _, n_ended = counts()
+    assert (n_begun, n_ended) == (1, 1)
 
 
 @pytest.mark.backends("local", "ray")

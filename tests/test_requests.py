@@ -1015,6 +1015,15 @@ def test_mistakes_are_errors_before_anything_is_sent(group, send, message):
         send(group)
 
 
+def test_options_that_would_be_ignored_are_refused(group):
+    with pytest.raises(bm.UsageError, match=r"chat.all\(...\) goes to all replicas; leave out replica=1, or .all"):
+        group.chat.options(replica=1).all("a")
+    with pytest.raises(bm.UsageError, match=r"a map has its own: chat.map\(..., maxsize=\)"):
+        group.chat.options(maxsize=1).map(["a"])
+    with pytest.raises(bm.UsageError, match=r"yields items: iterate over yields.stream"):
+        group.yields.map([1])
+
+
 def test_those_that_are_never_sent_again(group):
     with pytest.raises(bm.UsageError, match=r"chat.all\(...\), which goes to all replicas, is never sent again"):
         group.chat.options(retries=1).all("a")
@@ -1044,6 +1053,82 @@ def test_those_that_are_never_sent_again(group):
 def test_bad_options(group, options, message):
     with pytest.raises(bm.UsageError, match=message):
         group.chat.options(**options)
+
+
+class Unshowable(Exception):
+    """One that computes attributes, as a wrapper of an API's error may, and has no `__notes__`."""
+
+    def __getattr__(self, name):
+        return {"status": 500}[name]
+
+
+def in_a_circle():
+    first, second = ValueError("the first one"), KeyError("the second one")
+    first.__context__, second.__context__ = second, first
+    return first
+
+
+def made(kind):
+    kinds = {"unshowable": Unshowable, "circle": in_a_circle, "syntax": lambda: compile("1 +", "<answer>", "eval")}
+    return kinds[kind]()
+
+
+class Raises(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def alone(self, kind):
+        raise made(kind)
+
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def beside(self, kind):
+        raise made(kind)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def ping(self):
+        return self.rank
+
+
+@pytest.mark.backends("inprocess", "local")
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("unshowable", "Unshowable, which cannot be shown as KeyError is raised meanwhile"),
+        ("circle", "ValueError: the first one"),
+        ("syntax", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_whatever_a_method_raises_is_the_error_of_its_call_alone(make_group, kind, said):
+    group = make_group(1, Raises)
+    group.set_default_options(timeout=DEADLINE)
+    for method in (group.alone.submit, group.beside):
+        with pytest.raises(bm.RemoteError) as raised:
+            method(kind).result(DEADLINE)
+        assert said in str(raised.value).splitlines()[0]
+        assert "in alone" in str(raised.value) or "in beside" in str(raised.value)
+    assert group.ping() == [0]
+
+
+@pytest.mark.parametrize("kind", [SystemExit, asyncio.CancelledError, RuntimeError])
+def test_callbacks_go_on_whatever_one_raises(group, gate, caplog, kind):
+    def fails(_):
+        raise kind("no more")
+
+    called = threading.Event()
+    first, later = group.hold(gate.folder), group.hold(gate.folder)
+    first.add_done_callback(fails)
+    later.add_done_callback(lambda _: called.set())
+    gate.open()
+    assert called.wait(DEADLINE)
+    assert first.result(DEADLINE) in (0, 1)
+    assert group.chat.map(["a", "b"]).result(DEADLINE)
+    assert "a callback added to a future of Rollout.hold raised an exception" in caplog.text
+
+
+def test_a_method_with_one_option_of_its_own_has_the_groups_others(make_group, gate):
+    group = make_group(1, Rollout)
+    held = group.hold.options(stall_after=50)
+    group.set_default_options(timeout=0.1)
+    with pytest.raises(bm.CallTimeout, match=r"within 0\.1 s"):
+        held(gate.folder).result()
 
 
 # --- cancel, deadlines, ends --------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from bandmaster.calls.request import encode_argument
 from bandmaster.calls.result import Result, WaitedFor, awaited, note_calls
 from bandmaster.codec import decode
 from bandmaster.errors import ArgumentError, BandmasterError, CallTimeout, ResourceError, UsageError
+from bandmaster.errors.failure import reraise_if_from_signal
 from bandmaster.plan.batch import required_batch
 from bandmaster.plan.batch_types import KNOWN_BY_NAME, BatchType, Index
 from bandmaster.platform.deadline import Deadline
@@ -198,7 +199,8 @@ class Future(Handle, Generic[T]):
     def _call_back(self, fn: Callable[[Future[T]], object]) -> None:
         try:
             fn(self)
-        except Exception:
+        except BaseException as error:  # such as SystemExit: others' callbacks run in this thread as well
+            reraise_if_from_signal(error)
             _log.exception("a callback added to a future of %s raised an exception", self._call.site.method)
 
     def __await__(self) -> Generator[Any, None, T]:

@@ -138,7 +138,7 @@ class Progress:
             if is_watched:
                 try:
                     is_over = watch.look()
-                except Exception:
+                except BaseException:  # the user's code may raise anything, and this thread has the watches of all
                     _log.exception(
                         "cannot read the replies of a call or check a group in the background; no callback will run"
                     )

@@ -33,14 +33,13 @@ class CallSite(NamedTuple):
     method: str
     mesh: Mesh
     group: str = ""
-    options: CallOptions | None = None
+    options: Mapping[str, Any] | None = None
     defaults: Mapping[str, Any] = MappingProxyType({})
 
     def limits(self) -> CallOptions:
         """The time limits of the call: its own, else those of its group, else those of the library."""
-        if self.options is not None:
-            return self.options
-        return library.options.but(self.defaults) if self.defaults else library.options
+        own = {**self.defaults, **self.options} if self.options else self.defaults
+        return library.options.but(own) if own else library.options
 
     def located(self, error: CollectError) -> CollectError:
         """A copy of an error with the coordinates of its ranks."""
@@ -89,7 +88,7 @@ class CallRequest:
     ranks: tuple[int, ...]
     collection: Collection = NOTHING
     owner: object = None
-    options: CallOptions | None = None
+    options: Mapping[str, Any] | None = None
     keeps_rows: bool = False
     parents: Sequence[Any] = ()
     asks_for: str = ""

@@ -18,7 +18,7 @@ from bandmaster.calls.call import Call, Failures
 from bandmaster.calls.future import Future
 from bandmaster.calls.hooks import OPEN, CallTrace, Gate, hooks
 from bandmaster.calls.open_work import OpenWork
-from bandmaster.calls.options import FUNCTION, CallOptions, library
+from bandmaster.calls.options import FUNCTION, library
 from bandmaster.calls.request import CallRequest, CallSite, Collection, encode_group
 from bandmaster.calls.row_arguments import RowsElsewhere, refers_to_rows
 from bandmaster.calls.spec import MethodSpec
@@ -265,18 +265,18 @@ class Submitter:
                 call.cancel()
             raise
 
-    def options_but(self, options: CallOptions | None, changes: Mapping[str, Any]) -> CallOptions | None:
-        """The options of a call with some changed, as `CallOptions.but` does; None stands for those of the group."""
+    def options_but(self, options: Mapping[str, Any] | None, changes: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The options that a call sets itself, with some changed, which are checked; None for those of the group."""
         if not changes:
             return options
-        made = (options or library.options.but(self.options)).but(changes)
+        library.options.but(changes)
         policy = changes.get("on_stall")
         why_not = self.refused.get(policy if isinstance(policy, str) else FUNCTION) if policy is not None else None
         if why_not is not None:
             raise UsageError(f"on_stall={policy!r} is not possible: {why_not}")
-        return made
+        return {**(options or {}), **changes}
 
-    def site(self, method: str, options: CallOptions | None = None) -> CallSite:
+    def site(self, method: str, options: Mapping[str, Any] | None = None) -> CallSite:
         """The `CallSite` of a call of a method."""
         site = self._sites.get(method)
         if site is None:
@@ -304,7 +304,12 @@ class AnyMethod:
     _kind: str
 
     def __init__(
-        self, group: object, submitter: Submitter, spec: MethodSpec, options: CallOptions | None = None, how: Any = None
+        self,
+        group: object,
+        submitter: Submitter,
+        spec: MethodSpec,
+        options: Mapping[str, Any] | None = None,
+        how: Any = None,
     ) -> None:
         self._group, self._submitter, self._spec, self._options = group, submitter, spec, options
         if how is not None:

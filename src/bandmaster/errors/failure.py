@@ -65,8 +65,12 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, kind: FailureKind = FailureKind.RAISED, device: str = "") -> Failure:
         """The failure for an exception that was raised in the current process."""
-        text = "".join(traceback.format_exception(type(error), error, _user_frames(error.__traceback__)))
+        frames = _user_frames(error.__traceback__)
         summary = summary_of(error)
+        try:
+            text = "".join(traceback.format_exception(type(error), error, frames))
+        except Exception:  # of an attribute that the exception, or a worker, computes
+            text = "".join(["Traceback (most recent call last):\n", *traceback.format_tb(frames), summary, "\n"])
         innermost = [frame.tb_frame.f_code.co_filename for frame in _each(error.__traceback__)][-1:]
         in_collective = any(_COLLECTIVES in file for file in innermost)
         host, pid, now = os.uname().nodename, os.getpid(), time.time()
@@ -160,8 +164,14 @@ def with_source_lines(text: str) -> str:
 
 
 def summary_of(error: BaseException) -> str:
-    """Type and message of an exception in one text; works for exceptions whose ``__str__`` raises, too."""
-    return "".join(traceback.format_exception_only(error)).strip()
+    """Type and message of an exception in one text, whatever its attributes and ``__str__`` raise."""
+    try:
+        *where, what = traceback.format_exception_only(error)
+    except Exception as why:
+        return f"{type(error).__qualname__}, which cannot be shown as {type(why).__qualname__} is raised meanwhile"
+    if isinstance(error, SyntaxError):  # whose place and code come before its type and message
+        return "".join([what, *where]).strip()
+    return "".join([*where, what]).strip()
 
 
 def reraise_if_from_signal(error: BaseException) -> None:

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from bandmaster.calls.call import Call
 from bandmaster.calls.future import Future
-from bandmaster.calls.options import CallOptions, FlowOptions
+from bandmaster.calls.options import FlowOptions
 from bandmaster.calls.request import CallRequest, CallSite, Collection
 from bandmaster.calls.result import Done, Result, awaited, wait_for_all
 from bandmaster.calls.spec import MethodSpec
@@ -355,7 +355,7 @@ class Values(Feed):
     n_ahead: int | None = None  # the usual ``maxsize`` of each rank
 
     def __init__(
-        self, group: object, submitter: Submitter, spec: MethodSpec, options: CallOptions | None, how: FlowOptions
+        self, group: object, submitter: Submitter, spec: MethodSpec, options: Mapping[str, Any] | None, how: FlowOptions
     ) -> None:
         how = replace(how, maxsize=how.maxsize or self.n_ahead)
         super().__init__(submitter.site(spec.name, options), submitter, how)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from bandmaster.calls.call import Call, Failures
 from bandmaster.calls.open_work import OpenWork
-from bandmaster.calls.options import library
 from bandmaster.calls.request import CallRequest, CallSite
 from bandmaster.calls.result import WaitedFor, note_calls
 from bandmaster.codec import Payload, encode
@@ -141,8 +140,8 @@ class _Construction:
 
     def _run_step(self, step: str, argument: Payload) -> None:
         launch, workers = self._launch, self._workers
-        options = library.options.but({"timeout": launch.start_timeout_s, "grace": 0.0})
-        site = CallSite(launch.constructor, launch.mesh, launch.group, options)
+        timeout_s = launch.start_timeout_s
+        site = CallSite(launch.constructor, launch.mesh, launch.group, {"timeout": timeout_s, "grace": 0.0})
         call = Call(CallRequest(step, CallPlan(()), tuple(self._ranks)), site, None, OpenWork())
         call.is_being_sent(workers, Failures())
         parts = tuple(workers.put([argument]))
@@ -150,10 +149,10 @@ class _Construction:
         self._start.call = call
         try:
             while not self._has_ended(call):
-                late = CallTimeout(site.method, call.missing, options.timeout or 0.0, call.stacks(), START_ADVICE)
-                if not (options.timeout and late.is_debugged):
+                late = CallTimeout(site.method, call.missing, timeout_s or 0.0, call.stacks(), START_ADVICE)
+                if not (timeout_s and late.is_debugged):
                     raise late
-                self._deadline = Deadline(options.timeout)
+                self._deadline = Deadline(timeout_s)
         except KeyboardInterrupt as interrupt:
             note_calls(interrupt, [WaitedFor(site.method, call.missing, call.late)])
             raise

@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -152,7 +151,7 @@ class MapFeed(Feed):
     def __init__(
         self, group: object, router: Router, site: CallSite, target: Target, how: MapOptions, beside: Beside
     ) -> None:
-        unlimited = site._replace(options=replace(site.limits(), timeout=None))
+        unlimited = site._replace(options={**(site.options or {}), "timeout": None})
         super().__init__(unlimited, router.submitter, how, how.chunk is not None and how.on_error == "raise")
         self.claims: list[Claim] = []
         self.due: float | None = None

@@ -18,7 +18,7 @@ from bandmaster.requests.map_rows import MapOptions
 from bandmaster.requests.request import Request
 from bandmaster.requests.router import Router
 from bandmaster.requests.stream import GeneratorRequest, RequestStream
-from bandmaster.requests.target import LIMITS, Target
+from bandmaster.requests.target import ANY, LIMITS, Target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -88,7 +88,7 @@ class RequestMethod(AnyMethod, Generic[P, G]):
 
         Raises:
             ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
-            UsageError: The method yields items, or ``retries`` is set.
+            UsageError: The method yields items, or ``retries``, ``replica`` or ``min_version`` is set.
         """
         self._check_has_value()
         self._check_no_retries(f"{self._spec.name}.all(...)", "which goes to all replicas")
@@ -96,6 +96,10 @@ class RequestMethod(AnyMethod, Generic[P, G]):
             raise UsageError(
                 f"{self._spec.name}.all(...) goes to all replicas, whichever version they have; leave out "
                 f"min_version={self._how.min_version}"
+            )
+        if self._how.replica is not None:
+            raise UsageError(
+                f"{self._spec.name}.all(...) goes to all replicas; leave out replica={self._how.replica}, or .all"
             )
         router, request, _ = self._made(args, kwargs)
         request.is_listed = True
@@ -139,7 +143,7 @@ class RequestMethod(AnyMethod, Generic[P, G]):
         Raises:
             ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
             BatchError: No argument is a batch, their row counts differ, or ``group_by`` names no column.
-            UsageError: An option is invalid, or the group has not its turn.
+            UsageError: An option is invalid, the method yields items, or the group has not its turn.
 
         Example:
             >>> import bandmaster as bm
@@ -161,6 +165,12 @@ class RequestMethod(AnyMethod, Generic[P, G]):
         """
         from bandmaster.requests.map import MapFeed, open_map
 
+        self._check_has_value()
+        name, most = self._spec.name, self._how.maxsize
+        if most != ANY.maxsize:
+            raise UsageError(
+                f"maxsize={most} of options is that of a stream; a map has its own: {name}.map(..., maxsize=)"
+            )
         spec, how = self._spec, MapOptions(maxsize, on_error, in_flight, chunk, group_by)
         router, site = Router.of(self._submitter, spec), self._submitter.site(spec.name, self._options)
         feed = MapFeed(self._group, router, site, self._how, how, self.beside)

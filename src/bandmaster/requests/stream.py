@@ -150,32 +150,30 @@ class RequestStream(Closing, Generic[T]):
         super().__init__(run.site.method, run.workers, run.abandon)
 
     def __next__(self) -> T:
-        item = None
         self._run.readers.append(None)
         try:
             while (item := self._next()) is None and self._is_open:
                 self._next_item._wait(None)
+            if item is not None:
+                return self._value(item)
         except BaseException as error:
             self._close_after(error)
         finally:
             self._run.readers.pop()
-        if item is None:
-            raise StopIteration
-        return self._value(item)
+        raise StopIteration
 
     async def __anext__(self) -> T:
-        item = None
         self._run.readers.append(None)
         try:
             while (item := self._next()) is None and self._is_open:
                 await self._next_item
+            if item is not None:
+                return self._value(item)
         except BaseException as error:
             self._close_after(error)
         finally:
             self._run.readers.pop()
-        if item is None:
-            raise StopAsyncIteration
-        return self._value(item)
+        raise StopAsyncIteration
 
     def _next(self) -> Payload | None:
         """Take the next item; None if there is none yet, or if the stream has ended."""

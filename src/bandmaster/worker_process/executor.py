@@ -391,6 +391,8 @@ async def _closed(generator: AsyncGenerator[Any, Any]) -> None:
 
 def _follows_interruption(error: BaseException | None) -> bool:
     """Whether an exception is `Interrupted`, or was raised while the method handled `Interrupted`."""
-    while error is not None and not isinstance(error, Interrupted):
+    seen = set[int]()  # contexts may go round in a circle
+    while error is not None and id(error) not in seen and not isinstance(error, Interrupted):
+        seen.add(id(error))
         error = error.__context__
-    return error is not None
+    return isinstance(error, Interrupted)
