@@ -184,7 +184,7 @@ def test_what_is_set_for_the_colocated_group_is_set_for_all_roles(pool):
         with pytest.raises(bm.UsageError, match="timeout"):
             group.set_default_options(timeout="long")
         assert group.self.told_so_far() == [[], []]
-        assert group.cls.told_so_far.options(grace=1)._options.timeout == 30
+        assert group.cls.told_so_far.options(grace=1).submit()._call.site.limits().timeout == 30
 
 
 class Shares(bm.Worker):
