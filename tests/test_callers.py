@@ -1,6 +1,7 @@
 """Groups as arguments: a worker that was given a group calls it, and gets what the controller would get."""
 
 import asyncio
+import math
 import os
 import pickle
 import signal
@@ -120,6 +121,10 @@ class Rollout(bm.Worker):
     @register(Dispatch.REQUEST, concurrency=8)
     async def upgrade(self, version):
         bm.report(self, version=version)
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def rest(self, load):
+        bm.report(self, load=load)
 
     @register(Dispatch.ONE_TO_ALL)
     def upgrade_all(self, version):
@@ -478,6 +483,19 @@ def test_calls_of_one_worker_begin_in_the_order_in_which_they_were_made(agents, 
 
 async def _ask_the_newest(group, version):
     return (await group.chat.options(min_version=version, timeout=DEADLINE)("a"))[1]
+
+
+async def _ranks_that_answer(group):
+    return {rank for rank, _ in await asyncio.gather(*[group.chat("a") for _ in range(6)])}
+
+
+def test_workers_hear_that_a_replica_answers_nothing_and_that_it_does_again(own):
+    rollout, agents = own
+    for load, ranks in ((math.inf, {1}), (0, {0, 1})):
+        rollout.rest.options(replica=0)(load).result(DEADLINE)
+        deadline = time.monotonic() + DEADLINE
+        while agents.await_(_ranks_that_answer) != [ranks]:
+            assert time.monotonic() < deadline
 
 
 def test_workers_hear_of_versions_that_others_have_made(own, is_in_process):

@@ -273,13 +273,13 @@ class StopsAtFirst(bm.Worker):
 
 def test_the_deadline_of_a_constructor_waits(backend):
     with bm.ResourcePool([1], backend=backend) as pool, ThreadPoolExecutor(1) as threads:
-        starting = threads.submit(bm.WorkerGroup, pool, StopsAtFirst, name="stops", start_timeout=5)
+        starting = threads.submit(bm.WorkerGroup, pool, StopsAtFirst, name="stops", start_timeout=12)
         deadline = idle_time() + 30
         while not in_debuggers(worker.pid for worker in find_all() if worker.controller == os.getpid()):
             assert idle_time() < deadline and not starting.done()
             time.sleep(0.02)
         child = attached("stops")
-        child.sendline("import time; time.sleep(6); 41 + start")  # longer than the start may take
+        child.sendline("import time; time.sleep(13); 41 + start")  # longer than the start may take
         child.expect_exact("42")
         child.sendline("start = 77")
         child.expect_exact("(Pdb) ")

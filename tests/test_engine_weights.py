@@ -24,6 +24,7 @@ from bandmaster.rl.engine_weights.healing import Healing
 from bandmaster.rl.engine_weights.packing import pack_pieces, unpack_pieces
 from bandmaster.rl.engine_weights.peers import PeerWeights
 from bandmaster.rl.engine_weights.staged import StagedWeights
+from bandmaster.rl.engines.vllm_checkpoint import checkpoint_weights
 from bandmaster.rl.exchange import fill, pack
 from bandmaster.rl.layout import Box
 from bandmaster.serve import Endpoint
@@ -158,6 +159,12 @@ class Recorder(rl.Engine):
             if os.path.exists(f"/proc/self/fd/{fd}")
         ]
         return sum("bandmaster-weights" in link for link in links)
+
+
+def until(is_so):
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline
 
 
 def assert_has(engine, source, version, ranks=None):
@@ -297,17 +304,17 @@ def test_specs_of_a_checkpoint(tmp_path):
 def test_other_files_beside_those_of_the_model_do_not_count(tmp_path):
     from safetensors.torch import save_file
 
-    save_file({"a": torch.zeros(3)}, tmp_path / "model.safetensors")
-    save_file({"lora": torch.zeros(2)}, tmp_path / "adapter_model.safetensors")
-    assert checkpoint_specs(tmp_path).keys() == {"a"}
     for number, name in enumerate("bc", 1):
-        save_file({name: torch.zeros(2)}, tmp_path / f"model-0000{number}-of-00002.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(
-        json.dumps(
-            {"weight_map": {name: f"model-0000{number}-of-00002.safetensors" for number, name in [(2, "c"), (1, "b")]}}
-        )
-    )
-    assert list(checkpoint_specs(tmp_path)) == ["b", "c"]
+        save_file({name: torch.full((2,), float(number))}, tmp_path / f"model-0000{number}-of-00002.safetensors")
+    index = {"b": "model-00001-of-00002.safetensors", "c": "model-00002-of-00002.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    save_file({"b": torch.zeros(2), "lora": torch.zeros(2)}, tmp_path / "other.safetensors")
+    specs = checkpoint_specs(tmp_path)
+    assert list(specs) == ["b", "c"]
+    weights = checkpoint_weights(tmp_path, specs)
+    assert [weights[name].tolist() for name in specs] == [[1, 1], [2, 2]]
+    save_file({"a": torch.zeros(3)}, tmp_path / "model.safetensors")
+    assert checkpoint_specs(tmp_path).keys() == {"a"}
 
 
 # --- syncs ---
@@ -492,11 +499,9 @@ def test_a_pause_of_the_user_outlasts_a_sync_that_waits_for_requests(source, mak
     sync = rl.WeightSync(source, engine)
     sync(version=1)
     asked = engine.request([5])
-    while not engine.metrics().result()["n_open"]:
-        pass
+    until(lambda: engine.metrics().result()["n_open"])
     ended = sync.submit(version=2, in_flight="wait")
-    while engine.facts().result().is_ready:
-        pass
+    until(lambda: not engine.facts().result().is_ready)
     engine.pause.all("keep").result()
     engine.go.all().result()
     ended.result(DEADLINE_S)
@@ -821,6 +826,12 @@ def test_a_sync_waits_for_no_replica_that_nobody_replaces_any_more(source, make_
             engine.healthy  # noqa: B018  # it is told of deaths then
     with pytest.raises(bm.WorkerDied):
         sync.submit(version=2).result(DEADLINE_S)
+    (tmp_path / "fails").unlink()
+    engine.replace(0)
+    sync(version=3)
+    os.kill(engine.process()[0], signal.SIGKILL)
+    sync(version=4)  # waits for the replacement, though the last one has failed
+    assert_has(engine, source, 4)
 
 
 async def awaited(sync):
@@ -902,17 +913,35 @@ def test_of_two_syncs_at_a_time_the_later_one_is_in_use(source, make_group):
     engine = make_group(2, Stubborn)
     first, later = rl.WeightSync(source, engine), rl.WeightSync(source, engine)
     asked = engine.request.options(replica=0)([5])
-    while not engine.metrics.options(replica=0)().result()["n_open"]:
-        pass
+    until(lambda: engine.metrics.options(replica=0)().result()["n_open"])
     waiting = first.submit(version=1, in_flight="wait")
-    while engine.metrics.options(replica=1)().result()["version"] != 1:
-        pass
+    until(lambda: engine.metrics.options(replica=1)().result()["version"] == 1)
     ended = later.submit(version=2, in_flight="keep")
-    while engine.metrics.options(replica=1)().result()["version"] != 2:
-        pass
+    until(lambda: engine.metrics.options(replica=1)().result()["version"] == 2)
     engine.go.all().result()
     with pytest.raises(bm.RemoteError, match="another sync to this group has begun since"):
         waiting.result(DEADLINE_S)
     ended.result(DEADLINE_S)
     assert [figures["version"] for figures in engine.metrics.all().result()] == [2, 2]
     assert asked.result(DEADLINE_S)
+
+
+def test_a_later_sync_that_waits_is_not_called_off_with_the_earlier_one(source, make_group):
+    engine = make_group(2, Stubborn)
+    first, later = rl.WeightSync(source, engine), rl.WeightSync(source, engine)
+    asked = [engine.request.options(replica=0)([5])]
+    until(lambda: engine.metrics.options(replica=0)().result()["n_open"])
+    waiting = first.submit(version=1, in_flight="wait")
+    until(lambda: engine.metrics.options(replica=1)().result()["version"] == 1)
+    asked.append(engine.request.options(replica=1)([5]))
+    until(lambda: engine.metrics.options(replica=1)().result()["n_open"])
+    ended = later.submit(version=2, in_flight="wait")
+    until(lambda: not engine.facts.options(replica=1)().result().is_ready)
+    engine.go.options(replica=0)().result()
+    until(lambda: engine.metrics.options(replica=0)().result()["version"] == 2)
+    engine.go.options(replica=1)().result()
+    with pytest.raises(bm.RemoteError, match="another sync to this group has begun since"):
+        waiting.result(DEADLINE_S)
+    ended.result(DEADLINE_S)
+    assert [figures["version"] for figures in engine.metrics.all().result()] == [2, 2]
+    assert all(one.result(DEADLINE_S) for one in asked)

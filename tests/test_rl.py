@@ -260,6 +260,8 @@ def test_checkpoints_that_cannot_be_written_or_are_not_there_are_errors(tmp_path
     checkpoints.wait()
     assert checkpoints.numbers() == [3]
     (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(RuntimeError, match=r"could not be written: \w+: .*file"):
+        rl.Checkpoints(tmp_path / "file" / "run").save(1, model)
     with pytest.raises(RuntimeError, match=r"file could not be written: rank 0: FileExistsError"):
         rl.save(tmp_path / "file", model)
     with pytest.raises(RuntimeError, match=r"nowhere could not be read: rank 0: \w+Error"):

@@ -746,8 +746,8 @@ def test_a_request_that_follows_a_stream_on_its_connection_may_take_as_long_as_a
             until(lambda: (started(engine) > before).any())
             engine.resume.options(replica=int((started(engine) == before).argmax()))().result()
             with raw(endpoint, post({**BODY, "stream": True}) + held) as connection, connection.makefile("rb") as file:
-                while file.readline() != b"0\r\n":  # the end of the stream, behind which an empty line comes
-                    pass
+                while (line := file.readline()) != b"0\r\n":  # the end of the stream; an empty line comes behind it
+                    assert line, "the connection was closed"
                 with raw(endpoint) as other:
                     assert other.recv(1) == b"", "by now, a connection without a request was closed"
                 engine.resume.all().result()

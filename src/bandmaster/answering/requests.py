@@ -16,6 +16,7 @@ own: the controller from the start, and workers that were given the group.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import weakref
@@ -69,7 +70,7 @@ class Requests:
         self._handed: SimpleQueue[_Handed] = SimpleQueue()  # to the main thread, with the lanes
         self._aside: deque[tuple[_Caller, Any]] = deque()  # messages that wait until no request runs
         self._given_up: set[int] = set()  # requests that were cancelled, perhaps among these
-        self._versions: Mapping[str, int | None] = {}  # that the callers were told of
+        self._news: Mapping[str, tuple[int | None, bool]] = {}  # that the callers were told of
         self._callers: list[_Caller] = []
         self._n_ended = 0  # requests that have ended, and are not counted as such
         self._controller = None if lane is None else self._added(lane)
@@ -135,7 +136,7 @@ class Requests:
         self.is_reading = True
         for caller in self._callers:
             self.loop.add_reader(caller.lane.fileno(), self._read, caller)
-        self._tell_versions()  # of the call that the main thread has run
+        self._tell_news()  # of the call that the main thread has run
         self.go_on()
 
     def _read(self, caller: _Caller) -> None:
@@ -187,7 +188,7 @@ class Requests:
         if self._n_ended:
             n, self._n_ended = self._n_ended, 0
             self._tasks.count(n)
-            self._tell_versions()
+            self._tell_news()
         while self._aside and self.is_reading:
             caller, (body, _) = self._aside[0]
             is_request = header_of(body)[0] == MessageKind.REQUESTS
@@ -217,11 +218,14 @@ class Requests:
     def _made(self, request: ReceivedRequest, item: Payload) -> None:
         request.caller.reply(request.number, item, None, ReplyKind.ITEM)
 
-    def _tell_versions(self) -> None:
-        """Tell all callers of a new version: their requests may wait for it. The load goes along with replies."""
-        versions = {role: report.version for role, report in self.executor.reports.items()}
-        if versions != self._versions:
-            self._versions = versions
+    def _tell_news(self) -> None:
+        """Tell all callers of a new version, or that the worker answers again: requests that wait may be for it.
+
+        Else the load goes along with replies.
+        """
+        news = {role: (report.version, report.load == math.inf) for role, report in self.executor.reports.items()}
+        if news != self._news:
+            self._news = news
             for caller in self._callers:
                 caller.report()
 

@@ -163,9 +163,10 @@ class Lease:
             raise
 
     def _end(self) -> None:
-        if self._release is not None and (armed := self._release.peek()) is not None:
+        release = self._release  # which another thread may take away
+        if release is not None and (armed := release.peek()) is not None:
             armed[1](*armed[2])  # and only then disarmed, so that Ctrl-C in between leaves it to the next
-            self._release.detach()
+            release.detach()
 
 
 def _released(backend: Backend, reservation: Any) -> None:

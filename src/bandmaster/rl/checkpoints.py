@@ -128,7 +128,7 @@ class Checkpoints:
             **more: As those of `rl.save`.
 
         Raises:
-            RuntimeError: The checkpoint before this one could not be written.
+            RuntimeError: This checkpoint cannot be begun, or the one before could not be written.
         """
         from torch import distributed
         from torch.distributed import checkpoint
@@ -140,12 +140,11 @@ class Checkpoints:
         if is_alone:
             warnings.filterwarnings("ignore", _ONE_PROCESS)  # for good, as the thread warns
         state = _state(model, optimizer, _whole(more))
-        if (
-            is_alone or distributed.get_rank() == 0
-        ):  # before a rank writes: that of this number is not complete any more
-            with suppress(FileNotFoundError, NotADirectoryError):
-                (path / _WRITTEN_LAST).unlink()
-            self._note_last(number)
+        failed = [self._begun(number) if is_alone or distributed.get_rank() == 0 else ""]
+        if not is_alone:
+            distributed.broadcast_object_list(failed, 0, self._group)
+        if failed[0]:
+            raise RuntimeError(f"a checkpoint in {self.folder} could not be written: {failed[0]}")
         self._writing = checkpoint.async_save(state, checkpoint_id=path, process_group=self._group, no_dist=is_alone)
 
     def wait(self) -> None:
@@ -207,18 +206,24 @@ class Checkpoints:
         found = {path.name.removeprefix(_NAME): path for path in self.folder.glob(f"{_NAME}*")}
         return {int(name): path for name, path in found.items() if name.isdigit()}
 
-    def _note_last(self, number: int) -> None:
-        """Note the number of the checkpoint that is saved last, perhaps not the largest one."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def _begun(self, number: int) -> str:
+        """Note that a checkpoint is about to be written, and is not complete any more; returns why not, or ""."""
         new = self.folder / f"{_LAST}.new"
-        new.write_text(str(number))
-        new.replace(self.folder / _LAST)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError, NotADirectoryError):
+                (self._path(number) / _WRITTEN_LAST).unlink()
+            new.write_text(str(number))
+            new.replace(self.folder / _LAST)
+        except OSError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def _order(self) -> list[int]:
         """The numbers of the complete checkpoints: those that a run has left as it went back, then its own."""
         try:
             last = int((self.folder / _LAST).read_text())
-        except FileNotFoundError:  # of an earlier version
+        except (FileNotFoundError, ValueError):  # of an earlier version, or the machine lost its power
             return self.numbers()
         return sorted(self.numbers(), key=lambda number: (number <= last, number))
 

@@ -40,7 +40,7 @@ def checkpoint_specs(folder: Path) -> dict[str, Spec] | None:
     Source: https://huggingface.co/docs/safetensors, for the format of headers.
     """
     specs: dict[str, Spec] = {}
-    for file in _files(folder):
+    for file in checkpoint_files(folder):
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             header = json.loads(opened.read(length))
@@ -52,12 +52,12 @@ def checkpoint_specs(folder: Path) -> dict[str, Spec] | None:
     return specs or None
 
 
-def _files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers would load: those of the index, or the one of its name, or any."""
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers would load: the one of its name, or those of the index, or any."""
     index, alone = folder / f"{NAME}.index.json", folder / NAME
-    if index.exists():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    return [alone] if alone.exists() else sorted(folder.glob("*.safetensors"))
+    if alone.exists() or not index.exists():
+        return [alone] if alone.exists() else sorted(folder.glob("*.safetensors"))
+    return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
 
 
 def as_engine_has_them(specs: dict[str, Spec], dtype: str) -> dict[str, Spec]:

@@ -48,6 +48,7 @@ class Healing:
     def _begin(self, ranks: Sequence[int], why: str) -> None:
         with self._sync.has_healed:
             self._sync.n_healing += 1
+            self._sync.has_healed.notify_all()
         threading.Thread(target=self._heal, args=(ranks, why), name="bandmaster-healing", daemon=True).start()
 
     def _heal(self, ranks: Sequence[int], why: str) -> None:

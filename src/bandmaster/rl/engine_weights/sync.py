@@ -19,6 +19,7 @@ from bandmaster.rl.layout import Layout, Spec
 from bandmaster.rl.resharding import Resharding, reshard
 
 HEAL_S = 600.0  # for the replacement of a replica, when all have died
+NOTICE_S = 2.0  # in which a death is noticed, after a replacement that has failed
 IN_FLIGHT = ("keep", "wait", "abort")
 
 
@@ -191,10 +192,11 @@ class EngineSync(Restores):
         self.lock.release()
         try:
             with self.has_healed:
-                is_over = self.has_healed.wait_for(
-                    lambda: self.n_healed > beyond or not (self.n_healing or self.heals_succeed), HEAL_S
-                )
-                return is_over and self.heals_succeed
+                notice_s = HEAL_S if self.heals_succeed else NOTICE_S
+                self.has_healed.wait_for(lambda: self.n_healing or self.n_healed > beyond, notice_s)
+                if self.n_healing:
+                    self.has_healed.wait_for(lambda: self.n_healed > beyond, HEAL_S)
+                return self.n_healed > beyond and self.heals_succeed
         finally:
             self.lock.acquire()
 

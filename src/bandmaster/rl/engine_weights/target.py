@@ -115,6 +115,7 @@ class TakesWeights(Worker):
     _before: _Before | None = None  # those before a sync that was not confirmed
     _switch: asyncio.Task[None] | None = None  # to other weights, the last one
     _called_off: int | None = None  # the last sync that was reverted
+    _latest: int | None = None  # the last sync that has begun to be used
     _unusable = ""  # why the engine answers nothing, until it has weights again
     _unusable_by: int | None = None  # the sync that may have left other ranks of the replica with other weights
     _arrived: asyncio.Event | None = None  # set when weights arrive for which requests wait
@@ -353,7 +354,7 @@ class TakesWeights(Worker):
 
     async def _switch_to(self, weights: StagedWeights | LentWeights, version: Any, in_flight: PauseMode) -> None:
         """Take other weights. A cancel of the request, as another rank has failed, does not stop that half-way."""
-        self._incoming = None
+        self._incoming, self._latest = None, weights.sync
         self._switch = asyncio.create_task(self._take_over(weights, version, in_flight))
         await asyncio.shield(self._switch)
 
@@ -363,7 +364,7 @@ class TakesWeights(Worker):
         async with self.held(in_flight):
             if self._called_off == weights.sync:  # while requests ended, for example
                 raise UsageError("the sync was called off, as it has failed elsewhere or has taken too long")
-            if self._switch is not asyncio.current_task():
+            if self._latest != weights.sync:
                 raise _overtaken()
             self.check_takes_weights()  # it may have gone to sleep since the sync began
             try:
@@ -408,13 +409,16 @@ class TakesWeights(Worker):
             await self.abort()
         else:
             self._have(before.weights, before.version)
+            if type(before.version) is not int:
+                report(self, version=NO_VERSION)  # not that of the sync which was taken back
 
     def _have(self, weights: StagedWeights | LentWeights | None, version: Any) -> None:
         """Note which weights the engine has, before it makes tokens with them."""
         if self._unusable or self._arrived is not None:
             report(self, load=0)
         self._used, self._unusable, self._unusable_by, self.weights_version = weights, "", None, version
-        report(self, version=version if type(version) is int else NO_VERSION)
+        if type(version) is int:
+            report(self, version=version)
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function that takes long in a thread of this engine, one call at a time."""

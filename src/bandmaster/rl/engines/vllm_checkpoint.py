@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bandmaster.rl.engine_weights.checkpoint import checkpoint_files
 from bandmaster.rl.engine_weights.staged import StagedWeights
 from bandmaster.rl.layout import Spec
 
@@ -40,7 +41,7 @@ def checkpoint_weights(folder: Path, specs: Mapping[str, Spec]) -> StagedWeights
     from safetensors import safe_open
 
     weights = StagedWeights(FIRST, specs)
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in checkpoint_files(folder):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # not a dict
                 weights[name].copy_(opened.get_tensor(name))
