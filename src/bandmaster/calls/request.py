@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class CallSite(NamedTuple):
     def limits(self) -> CallOptions:
         """The time limits of the call: its own, else those of its group, else those of the library."""
         own = {**self.defaults, **self.options} if self.options else self.defaults
-        return library.options.but(own) if own else library.options
+        return replace(library.options, **own) if own else library.options  # they were checked as they were set
 
     def located(self, error: CollectError) -> CollectError:
         """A copy of an error with the coordinates of its ranks."""
