@@ -36,6 +36,14 @@ def runs(pid):
         return False
 
 
+def until(holds, timeout_s=60.0):
+    """Wait until a condition holds that other processes or threads bring about."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)  # between looks at another process
+
+
 def wait_until_gone(pids, timeout_s=2.0):
     deadline = idle_time() + timeout_s
     while left := [pid for pid in pids if runs(pid)]:

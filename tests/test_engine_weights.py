@@ -13,6 +13,7 @@ import urllib.request
 import numpy as np
 import pytest
 import torch
+from ends import until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -159,12 +160,6 @@ class Recorder(rl.Engine):
             if os.path.exists(f"/proc/self/fd/{fd}")
         ]
         return sum("bandmaster-weights" in link for link in links)
-
-
-def until(is_so):
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline
 
 
 def assert_has(engine, source, version, ranks=None):

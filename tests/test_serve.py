@@ -8,13 +8,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from pathlib import Path
 
 import numpy as np
 import pytest
 from by_value import sent_by_value
+from ends import until
 from later import Later
 
 import bandmaster as bm
@@ -97,13 +97,6 @@ def given_up(engine):
 def started(engine):
     """How many requests have begun in each replica."""
     return np.array([figures["n_started"] for figures in engine.metrics.all().result()])
-
-
-def until(holds):
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)  # between looks at another process
 
 
 def get(endpoint, path, key=KEY):

@@ -68,9 +68,8 @@ def load(
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
     with _silent_about_one_process(), _failing_as_error(f"the checkpoint {path} could not be read"):
-        state = _state(
-            model, optimizer, _whole(more, _names_in(path) if any(map(_is_container, more.values())) else ())
-        )
+        saved = _names_in(path) if any(map(_is_container, more.values())) else ()
+        state = _state(model, optimizer, _whole(more, saved))
         checkpoint.load(state, checkpoint_id=path, no_dist=not is_initialized())
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
@@ -140,8 +139,8 @@ class Checkpoints:
         if is_alone:
             warnings.filterwarnings("ignore", _ONE_PROCESS)  # for good, as the thread warns
         state = _state(model, optimizer, _whole(more))
-        failed = [self._begun(number) if is_alone or distributed.get_rank() == 0 else ""]
-        if not is_alone:
+        failed = [self._begun(number) if self._is_first() else ""]
+        if self._group is not None:
             distributed.broadcast_object_list(failed, 0, self._group)
         if failed[0]:
             raise RuntimeError(f"a checkpoint in {self.folder} could not be written: {failed[0]}")
@@ -206,6 +205,12 @@ class Checkpoints:
         found = {path.name.removeprefix(_NAME): path for path in self.folder.glob(f"{_NAME}*")}
         return {int(name): path for name, path in found.items() if name.isdigit()}
 
+    def _is_first(self) -> bool:
+        """Whether this is the rank that changes the folder for all."""
+        from torch import distributed
+
+        return self._group is None or distributed.get_rank() == 0
+
     def _begun(self, number: int) -> str:
         """Note that a checkpoint is about to be written, and is not complete any more; returns why not, or ""."""
         new = self.folder / f"{_LAST}.new"
@@ -231,7 +236,7 @@ class Checkpoints:
         """Remove the checkpoints that are too many; all ranks find the same ones afterwards."""
         from torch import distributed
 
-        if self._group is None or distributed.get_rank() == 0:
+        if self._is_first():
             complete = self._order()
             for number, path in self._all().items():
                 if number not in complete[-self._keep :] and (number < complete[-1] or number in complete):

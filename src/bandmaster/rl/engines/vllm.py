@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from bandmaster import Dispatch, Mesh, UsageError, register, report
 from bandmaster.rl.engine_weights.checkpoint import as_engine_has_them, checkpoint_specs
 from bandmaster.rl.engine_weights.staged import StagedWeights
-from bandmaster.rl.engine_weights.target import CONTROL, EngineDied, PauseMode
+from bandmaster.rl.engine_weights.target import CONTROL, UNUSABLE_LOAD, EngineDied, PauseMode
 from bandmaster.rl.engines import vllm_start
 from bandmaster.rl.engines.answers import Answer
 from bandmaster.rl.engines.completions import Conversation, Prompt
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 
 AT_A_TIME_NBYTES = 256 << 20  # of the weights that are loaded in one call of vLLM
 MEMORY = frozenset(("weights", "kv_cache"))  # the tags of what sleep gives up
-DEAD_LOAD = math.inf  # reported by a replica whose engine has died, so that requests go elsewhere
 
 
 class VLLM(Engine):
@@ -268,7 +266,7 @@ class VLLM(Engine):
         except VLLMClientError as error:
             raise UsageError(f"vLLM refuses the request: {error}") from error
         except EngineDeadError as error:
-            report(self, load=DEAD_LOAD)
+            report(self, load=UNUSABLE_LOAD)
             raise RuntimeError(self._death) from error
         finally:
             self._open.discard(name)
