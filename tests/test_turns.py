@@ -586,6 +586,18 @@ def test_a_stream_that_is_refused_as_it_begins_closes_its_generators(actor, crit
         assert {"a.0 closed", "a.1 closed"} <= {*log.all()}
 
 
+@pytest.mark.backends("inprocess")  # elsewhere, an item may come behind the news that another was refused
+def test_a_stream_whose_items_are_taken_in_the_turn_of_another_loses_none_later(actor, critic):
+    with actor.turn():
+        items = actor.count.stream(3)  # two items ahead of each rank
+        found = [next(items) for _ in range(2)]
+    with critic.turn():
+        found += [next(items), next(items)]  # each makes room for one more, which is refused
+    with actor.turn():
+        found += items
+    assert Counter((item.rank, item.result()) for item in found) == Counter(itertools.product(range(2), range(3)))
+
+
 # --- what goes wrong ---
 
 

@@ -451,7 +451,7 @@ MUTANTS = [
     Mutant(
         "map-end-untold",
         "flow/feed.py",
-        "            self._ended.set()\n            self.arrivals.put(None)\n",
+        "            self._ended.set()\n            self.arrivals.put(self.done)\n",
         "            self._ended.set()\n",
         "An iteration is not told that its map has ended.",
     ),

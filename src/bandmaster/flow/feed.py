@@ -36,11 +36,11 @@ from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.locks import SigintSafeLock
 
 AGAIN = "wait again with error.future.result(), or cancel it with error.future.cancel()"
-Arrival: TypeAlias = "Future[Any] | None"
+Arrival: TypeAlias = "Future[Any] | Done | None"
 
 
 class Arrivals:
-    """The queue of a stream: futures, and None where the feed has news.
+    """The queue of a stream: futures, None where the feed could not send a part, and its end behind all others.
 
     Any thread may put an arrival in, and any thread or task may take it.
     """
@@ -62,7 +62,7 @@ class Arrivals:
         with contextlib.suppress(queue.Empty):
             while True:
                 found.append(self._queue.get_nowait())
-        return [future for future in found if future is not None]
+        return [arrival for arrival in found if isinstance(arrival, Future)]
 
     def get(self, timeout_s: float | None) -> Arrival:
         """Wait for the next arrival. Raises queue.Empty if none comes in time."""
@@ -89,7 +89,7 @@ class Feed(Result):
     """Sends the parts of one call; the base class for each kind of parts.
 
     Attributes:
-        arrivals: The futures of the parts that are done; None where `done` or `send` has news.
+        arrivals: The futures of the parts that are done, None where `send` is to be tried again, and `done`.
         work: The calls of the same workers.
         workers: The workers that run it.
         parents: The futures of the rows that it takes, until it has begun.
@@ -289,7 +289,7 @@ class Feed(Result):
             self._plan, self.parents = None, ()
             self._sent.set()
             self._ended.set()
-            self.arrivals.put(None)
+            self.arrivals.put(self.done)
         try:
             for future in list(self._running):
                 future.cancel()

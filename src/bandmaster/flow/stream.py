@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.progress import Once, progress
-from bandmaster.calls.result import WaitedFor, note_calls
+from bandmaster.calls.result import Done, WaitedFor, note_calls
 from bandmaster.contract import Workers
 from bandmaster.errors import CallTimeout
 from bandmaster.flow.feed import Arrival, Feed
@@ -118,16 +118,16 @@ class Stream(Closing):
 
     def _is_item(self, arrival: Arrival) -> TypeGuard[Future[Any]]:
         """Whether an arrival is a result. Raises the error of the call if it has ended with one."""
-        if arrival is not None:
-            self._feed.taken(arrival)
-            return True
-        if (done := self._feed.done) is None:
+        if isinstance(arrival, Done):
+            self._arrivals.put(arrival)  # for another thread that waits
+            was_open, self._is_open = self._is_open, False
+            if arrival.error is not None and was_open:
+                raise arrival.error
+        elif arrival is None:
             self._feed.send()  # what could not be sent before, for example as it was not the group's turn
         else:
-            self._arrivals.put(None)  # for another thread that waits
-            was_open, self._is_open = self._is_open, False
-            if done.error is not None and was_open:
-                raise done.error
+            self._feed.taken(arrival)
+            return True
         return False
 
     @contextlib.contextmanager
