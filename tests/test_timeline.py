@@ -125,13 +125,13 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(trace):
 def test_pictures_by_matplotlib(tmp_path):
     pytest.importorskip("matplotlib")
     moments = {rank: Moments(0.0, 0.1, 1.0, 1.1, 1.2) for rank in range(2)}
-    call = Call(0, "engine", "Engine.score", 0.0, 0.0, 0.0, 1.3, moments, versions={0: 3})
+    call = Call(0, r"$\dollars$", "Engine.score", 0.0, 0.0, 0.0, 1.3, moments, versions={0: 3})
     program = "import sys; from bandmaster.timeline import *\n"  # matplotlib keeps its fonts open
     program += f"for path in sys.argv[1:]: Timeline(Run(({call!r},))).save(path)"
     files = [tmp_path / "run.svg", tmp_path / "run.png"]
     subprocess.run([sys.executable, "-c", program, *files], timeout=120, check=True)
     text = "".join(xml.etree.ElementTree.parse(files[0]).getroot().itertext())
-    assert "rank 1" in text and "Engine.score" in text and "v3" in text
+    assert "rank 1" in text and "Engine.score" in text and "v3" in text and r"$\dollars$" in text
     assert files[1].read_bytes().startswith(b"\x89PNG")
 
 

@@ -223,8 +223,12 @@ class WorkerDied(_RankError):
         return failure.kind is not FailureKind.DIED, *failure.may_follow
 
 
+STILL_RUNS = "the call still runs: wait again with error.future.result(), or cancel it with error.future.cancel()"
+
+
 class CallTimeout(BandmasterError, TimeoutError):
-    """A call did not complete within its timeout. It still runs: the caller can wait for it again, or cancel it.
+    """A call did not complete within its timeout. It still runs: the caller can wait for it again, or cancel it; but a
+    map cancels its requests at their timeout, and the message says so.
 
     Also raised for constructors that take longer than ``start_timeout``. Their worker processes have been ended, and
     ``future`` is None.
@@ -245,8 +249,7 @@ class CallTimeout(BandmasterError, TimeoutError):
         missing: tuple[int, ...],
         timeout_s: float,
         stacks: Mapping[int, str] | None = None,
-        what_next: str = "the call still runs: wait again with error.future.result(), or cancel it with "
-        "error.future.cancel()",
+        what_next: str = STILL_RUNS,
         what: str | None = None,
         behind: str = "",
     ) -> None:

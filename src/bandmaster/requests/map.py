@@ -282,7 +282,7 @@ class MapFeed(Feed):
             return found
         for request in [request for request, (_, since) in self._open.items() if since + timeout_s <= now]:
             future, _ = self._open.pop(request)
-            late = request.late(timeout_s)
+            late = request.late(timeout_s, "the map has cancelled it; give more time with options(timeout=seconds)")
             if late.is_debugged:
                 self._open[request] = future, now
             else:

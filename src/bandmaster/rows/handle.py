@@ -167,8 +167,8 @@ class Handle:
 
     def batches(self, n: int) -> Iterator[Self]:
         """Yield futures of ``n`` rows each; the last one may have fewer. Waits for the call."""
-        if n < 1:
-            raise UsageError(f"batches have at least one row, got n={n}")
+        if not isinstance(n, int | np.integer) or n < 1:
+            raise UsageError(f"batches takes a whole number of rows, 1 or more, got n={n!r}")
         for start in range(0, len(self), n):
             yield self[start : start + n]
 
