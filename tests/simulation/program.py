@@ -123,7 +123,7 @@ class Program:
             if self.turns is not None:
                 self.turns.may_fail = False
             self._finish()
-            turns.check_over()
+            turns.check_over(SETTLED_S)
             self._check_leases()  # not in `_finish`, whose variables refer to values
             self.group.close()
             if self.callers is not None:

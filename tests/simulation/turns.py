@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import bandmaster as bm
 from bandmaster.turns import turns as library
+from simulation import sync
 from simulation import world as worlds
 from simulation.drawn import Raised, Sent
 from simulation.loop import Loop
@@ -188,8 +189,9 @@ def check_hook(program: Program, rank: object, method: str, is_resident: bool) -
         program.world.check(is_resident == (method == "on_yield"), "hooks do not alternate", rank, method)
 
 
-def check_over() -> None:
-    """Check that nobody has a turn, or waits for one."""
+def check_over(settled_s: float) -> None:
+    """Check that nobody has a turn, or waits for one, once hooks have ended that ran as tasks were cancelled."""
     world = worlds.world
     assert world is not None, "a program runs"
+    sync._block(lambda: not (library._entered or library._waiting), settled_s, "the end of turns")
     world.check(not (library._entered or library._waiting), "turns are left", library._entered, library._waiting)
