@@ -224,11 +224,12 @@ class WorkerDied(_RankError):
 
 
 STILL_RUNS = "the call still runs: wait again with error.future.result(), or cancel it with error.future.cancel()"
+WAS_CANCELLED = "the request was cancelled: make it again, with more time by options(timeout=seconds)"
 
 
 class CallTimeout(BandmasterError, TimeoutError):
-    """A call did not complete within its timeout. It still runs: the caller can wait for it again, or cancel it; but a
-    map cancels its requests at their timeout, and the message says so.
+    """A call did not complete within its timeout. It still runs: the caller can wait for it again, or cancel it; but
+    requests are cancelled when their own timeout is over, and the message says so.
 
     Also raised for constructors that take longer than ``start_timeout``. Their worker processes have been ended, and
     ``future`` is None.
@@ -259,9 +260,18 @@ class CallTimeout(BandmasterError, TimeoutError):
         self._what_next, self._what, self._behind = what_next, what, behind
         self.future: Any = None
         self.stream: Any = None
-        cause = f"it is behind a call that failed: {behind}; " if behind else ""
-        summary = f"{method} {what} within {timeout_s:g} s; {cause}{what_next}"
-        super().__init__("\n".join(filter(None, (summary, stacks_by_equality(self.stacks)))))
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        cause = f"it is behind a call that failed: {self._behind}; " if self._behind else ""
+        summary = f"{self.method} {self._what} within {self._timeout_s:g} s; {cause}{self._what_next}"
+        return "\n".join(filter(None, (summary, stacks_by_equality(self.stacks))))
+
+    def has_cancelled(self) -> None:
+        """Say in the message that the call is a request, which was cancelled."""
+        if self._what_next == STILL_RUNS:
+            self._what_next = WAS_CANCELLED
+            self.args = (self._text(),)
 
     @property
     def is_debugged(self) -> bool:

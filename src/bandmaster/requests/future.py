@@ -29,9 +29,10 @@ class RequestFuture(Future[T]):
         """
         try:
             return super().result(timeout)
-        except CallTimeout:
+        except CallTimeout as late:
             if timeout is None:
                 self._call.cancel()
+                late.has_cancelled()
             raise
 
     def _until_news(self) -> Generator[Any, None, None]:
@@ -58,6 +59,7 @@ class RequestFuture(Future[T]):
                         late = yield from reader.loop.run_in_executor(None, request.late, timeout_s)
                         if not late.is_debugged:
                             late.future = self
+                            late.has_cancelled()
                             raise late
             except GeneratorExit:  # the task is collected, at any point of what this thread does
                 with contextlib.suppress(ResourceError):

@@ -282,11 +282,12 @@ class MapFeed(Feed):
             return found
         for request in [request for request, (_, since) in self._open.items() if since + timeout_s <= now]:
             future, _ = self._open.pop(request)
-            late = request.late(timeout_s, "the map has cancelled it; give more time with options(timeout=seconds)")
+            late = request.late(timeout_s)
             if late.is_debugged:
                 self._open[request] = future, now
             else:
                 late.future = future
+                late.has_cancelled()
                 request.expire(late)
                 found.append(future)
         return found

@@ -18,7 +18,7 @@ from bandmaster.calls.result import Done, RowsResult, late, wait_for_all
 from bandmaster.calls.row_arguments import RowsElsewhere
 from bandmaster.codec import decode
 from bandmaster.contract import Reply, Report, Ticket, WorkerCall
-from bandmaster.errors import STILL_RUNS, CallCancelled, CallTimeout, ResourceError
+from bandmaster.errors import CallCancelled, CallTimeout, ResourceError
 from bandmaster.errors.failure import Failure, FailureKind, is_in_debugger
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.locks import SigintSafeLock
@@ -203,14 +203,14 @@ class Request(RowsResult):
         found: Mapping[int, str] = self.router.stacks(self.unanswered)
         return found
 
-    def late(self, timeout_s: float, what_next: str = STILL_RUNS) -> CallTimeout:
-        """The `CallTimeout` to raise after a wait of ``timeout_s``; ``what_next`` says what the user can do."""
+    def late(self, timeout_s: float) -> CallTimeout:
+        """The `CallTimeout` to raise after a wait of ``timeout_s``."""
         if not self.has_rows:
             has_rows = self.arguments is not None and self.arguments.rows
             return late(self, timeout_s, "takes its rows" if has_rows else "was submitted behind it")
         if not self.replicas:
             return CallTimeout(self.site.method, (), timeout_s, what_next=self.router.why_waiting(self.target))
-        return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks(), what_next)
+        return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks())
 
     # --- its end; any thread ---
 

@@ -77,7 +77,7 @@ class Router:
         self._flushed_by: object = None  # the event loop that will call `flush`
         self._reads_stacks = threading.Lock()
         # When stacks were read last, of which ranks, and what they were.
-        self._stacks: tuple[float, set[int], Mapping[int, str]] = 0.0, set(), {}
+        self._stacks: dict[int, tuple[float, str | None]] = {}  # by rank, with the moment at which each was read
         self._readers: dict[Any, None] = {}  # of the event loops whose requests may wait
 
     @classmethod
@@ -349,11 +349,13 @@ class Router:
     def stacks(self, tickets: Mapping[int, Ticket]) -> Mapping[int, str]:
         """The Python stacks of ranks; those of requests that are late at the same time are read once."""
         with self._reads_stacks:
-            moment, ranks, found = self._stacks
-            if not tickets.keys() <= ranks or time.monotonic() - moment > STACKS_FRESH_S:
-                found = self.workers.stacks(tickets)
-                self._stacks = time.monotonic(), set(tickets), found
-            return {rank: found[rank] for rank in tickets if rank in found}
+            oldest = time.monotonic() - STACKS_FRESH_S
+            known = {rank: one for rank, one in self._stacks.items() if one[0] >= oldest}
+            if old := {rank: ticket for rank, ticket in tickets.items() if rank not in known}:
+                found = self.workers.stacks(old)
+                known |= {rank: (time.monotonic(), found.get(rank)) for rank in old}
+            self._stacks = known
+            return {rank: stack for rank in tickets if (stack := known[rank][1]) is not None}
 
     # --- the end of requests ---
 
