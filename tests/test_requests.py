@@ -1228,7 +1228,7 @@ def test_one_behind_a_call_can_be_cancelled(group, gate):
 def test_a_deadline_cancels_and_shows_where_the_coroutine_is(group, gate, is_awaited):
     group.take_counts()
     future = group.hold.options(replica=0, timeout=0.1)(gate.folder)
-    with pytest.raises(bm.CallTimeout, match=r"no reply from rank 0 within 0.1 s; the request was cancelled: ") as caught:
+    with pytest.raises(bm.CallTimeout, match=r"rank 0 within 0.1 s; the request was cancelled: ") as caught:
         asyncio.run(awaited(future)) if is_awaited else future.result()
     assert caught.value.future is future
     if not is_in_process(group):
@@ -1241,9 +1241,7 @@ def test_a_deadline_cancels_and_shows_where_the_coroutine_is(group, gate, is_awa
 @pytest.mark.backends("local")
 def test_the_deadlines_of_many_requests_are_over_after_one_look_at_each_rank(group):
     async def main():
-        return await asyncio.gather(
-            *[group.endless.options(timeout=0.5)() for _ in range(400)], return_exceptions=True
-        )
+        return await asyncio.gather(*[group.endless.options(timeout=0.5)() for _ in range(400)], return_exceptions=True)
 
     began = time.monotonic()
     assert {type(error) for error in asyncio.run(main())} == {bm.CallTimeout}

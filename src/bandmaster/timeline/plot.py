@@ -40,7 +40,7 @@ def plot(run: Run, sentence: str, path: Path) -> None:
     lanes = lanes_of(run)
     heights = [min(MOST_ROWS, max(1, len(lane.rows))) ** 0.5 for lane in lanes]
     height = LANE_IN * (sum(heights) + len({lane.group for lane in lanes})) + 1.3
-    settings = {"svg.hashsalt": "timeline", "svg.fonttype": "none", "font.size": 8, "text.parse_math": False}
+    settings: Any = {"svg.hashsalt": "timeline", "svg.fonttype": "none", "font.size": 8, "text.parse_math": False}
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(WIDTH_IN, height), facecolor="white", layout="constrained")
         FigureCanvasAgg(figure)
