@@ -1,5 +1,6 @@
 """Resource pools as descriptions: sizes, merging and splitting. Nothing here is reserved or started."""
 
+import numpy as np
 import pytest
 
 from bandmaster import (
@@ -30,6 +31,12 @@ def test_what_was_asked_for():
 
     assert (pool.backend, pool.use_gpu, pool.name_prefix) == ("inprocess", True, "actor")
     assert (pool.max_colocate_count, pool.cpus_per_worker) == (3, 1)
+
+
+def test_numbers_may_be_of_numpy():
+    pool = ResourcePool([np.int64(4)], cpus_per_worker=np.float32(1), max_colocate_count=np.int32(2))
+    assert pool.process_on_nodes == (4,)
+    assert [part.process_on_nodes for part in split_resource_pool(pool, np.int64(2))] == [(2,), (2,)]
 
 
 def test_the_callers_list_is_not_kept():
@@ -182,6 +189,8 @@ def test_a_plan_reserves_nothing():
         (lambda: ResourcePool([1], placement_timeout="1"), "placement_timeout must be a non-negative number, got '1'"),
         (lambda: ResourcePool([1], use_gpu=2), "use_gpu must be True (GPUs for every slot) or False (none), got 2"),
         (lambda: ResourcePool([1], strategy="STRICT"), "'spread', 'strict_spread', 'pack', got 'STRICT'"),
+        (lambda: ResourcePool([1], strategy=[]), "'spread', 'strict_spread', 'pack', got []"),
+        (lambda: ResourcePool([1], spares=np.array([1])), "spares must be a list with one number per spare node"),
         (lambda: ResourcePool([1], spares=1), "spares must be a list with one number per spare node"),
         (lambda: ResourcePool([1], spares=[0]), "every spare node must have an integer number of slots of at least 1"),
         (lambda: ResourcePool([1], gpus_per_worker=0), "gpus_per_worker must be an integer of at least 1, got 0"),

@@ -89,6 +89,14 @@ class Actor(Worker):
         await asyncio.sleep(0)
         return rows * 2
 
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def words(self, rows):
+        return [str(x) for x in rows["x"]]
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def words_later(self, rows):
+        return self.words(rows)
+
     @register(Dispatch.DP_COMPUTE_METRIC)
     def count(self, rows):
         return len(rows)
@@ -249,6 +257,11 @@ def test_padding_reaches_the_ranks_but_not_the_caller_nor_the_callers_own_rows(g
     assert len(rows["x"]) == 5
     assert group.of_mine(rows)["x"].tolist() == [0, 1, 2, 3, 4]
     assert group.count(rows) == [1] * 4, "the number of columns of each part: no rank is cut off"
+    assert group.words(rows) == group.words_later(rows).get() == list("01234")
+
+
+async def awaited(later):
+    return await later
 
 
 @inprocess
@@ -256,7 +269,9 @@ def test_rows_of_a_call_that_does_not_wait_can_be_passed_on(group):
     later = group.double_later(np.arange(4))
     assert group.double(later).tolist() == [0, 4, 8, 12]
     assert later.get().tolist() == later.result(timeout=10).tolist() == [0, 2, 4, 6]
-    assert [part.get().tolist() for part in later.chunk(2)] == [[0, 2], [4, 6]]
+    first, second = later.chunk(2)
+    assert [part.get().tolist() for part in (first, second, *second.chunk(2))] == [[0, 2], [4, 6], [4], [6]]
+    assert asyncio.run(awaited(second)).tolist() == [4, 6]
     assert "double_later" in repr(later) and later == later and hash(later)
     columns = RowsLater(group.tag.submit({"x": np.arange(4)}))
     assert [part.get()["x"].tolist() for part in columns.chunk(2)] == [[0, 1], [2, 3]]
@@ -440,6 +455,8 @@ def test_calls_that_do_not_wait_return_object_refs(actor, ray_cluster):
     first, second = actor.add_later(1), actor.add_later(ray.put(2))
     assert ray.get(first + second) == [1, 2, 3, 4, 2, 3, 4, 5]
     assert ray.get(actor.on_zero_later([1, 2])) == ([1, 2], 0)
+    with pytest.raises(bm.UsageError, match=r"add_later returns ObjectRefs, to which options\(\) does not apply; use"):
+        actor.add_later.options(timeout=1)(1)
     assert ray.get(actor.execute_all_async("bare", [1, 2, 3, 4])) == [101, 102, 103, 104]
     assert ray.get(actor.execute_all("bare", 1)) == [101] * 4
     assert ray.get(actor.execute_rank_zero("bare", 1)) == actor.execute_rank_zero_sync("bare", 1) == 101

@@ -153,7 +153,7 @@ class Hashes(bm.Worker):
 
 
 FLAGGED = """
-import os, sys
+import os, pathlib, sys
 import bandmaster as bm
 
 class Flagged(bm.Worker):
@@ -161,6 +161,7 @@ class Flagged(bm.Worker):
     def flags(self):
         return sys.flags.optimize, sys.warnoptions, sys.flags.dev_mode, os.environ["PYTHONWARNINGS"]
 
+sys.path.append(pathlib.Path.home())  # Python ignores it
 for variables in ({}, {"PYTHONWARNINGS": "ignore"}):
     with bm.ResourcePool([1], preload=["starts_thread"], env=variables) as pool:
         print(*bm.WorkerGroup(pool, Flagged).flags())

@@ -16,6 +16,10 @@ class Where(bm.Worker):
         return os.getpid()
 
 
+with bm.ResourcePool([1], backend="ray") as planned:
+    assert "nothing that is counted" in str(planned.plan())
+assert not ray.is_initialized(), "a Ray that was started for a plan has ended"
+
 first = bm.ResourcePool([3], backend="ray", cpus_per_worker=os.cpu_count())  # more than this machine has
 assert not ray.is_initialized(), "nothing is started before it is needed"
 with first:

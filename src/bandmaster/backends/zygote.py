@@ -294,9 +294,9 @@ def _start(
     control: socket.socket, modules: Sequence[str], variables: Mapping[str, str], has_guard: bool
 ) -> subprocess.Popen[bytes]:
     source = str(Path(__file__).parents[2])
+    paths = [path for path in sys.path if path and isinstance(path, str)]  # Python ignores others, such as a Path
     program = (
-        f"import sys; sys.path[:] = {[source, *filter(None, sys.path)]!r}; "
-        "from bandmaster.backends.zygote_process import main; main()"
+        f"import sys; sys.path[:] = {[source, *paths]!r}; from bandmaster.backends.zygote_process import main; main()"
     )
     guard = [sys.executable, "-ISc", GUARD] if has_guard else []
     single = dict.fromkeys(THREAD_VARIABLES, "1")  # workers set the number of threads that they are told

@@ -267,7 +267,8 @@ def _describe(node: Node, fits: int | None, request: Request, free: bool) -> str
     parts = [f"{there:g} of {total:g} {what}" if free else f"{total:g} {what}" for what, _, there, total in amounts]
     held = f", held by {', '.join(node.holders)}" if free and node.holders else ""
     has = f"{_listed(parts) or 'room'}{' free' if free else ''}"
-    return f"node {node.name}{_labels(node, request)} has {has}, room for {fits}{held}"
+    room = "any number" if fits is None else fits
+    return f"node {node.name}{_labels(node, request)} has {has}, room for {room}{held}"
 
 
 def _labels(node: Node, request: Request) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 
 from bandmaster.errors import UsageError
 
@@ -19,13 +20,13 @@ _GPUS = "a pool with use_gpu=True gives each worker a GPU of its own by this var
 
 def check_amount(what: str, amount: object) -> None:
     """Raise `UsageError` unless it is a number of at least 0."""
-    if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
+    if isinstance(amount, bool) or not isinstance(amount, Real) or not float(amount) >= 0:
         raise UsageError(f"{what} must be a non-negative number, got {amount!r}")
 
 
 def check_count(what: str, count: object, meaning: str = "") -> None:
     """Raise `UsageError` unless it is an integer of at least 1."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
         raise UsageError(f"{what} must be an integer of at least 1{meaning}, got {count!r}")
 
 
@@ -47,11 +48,11 @@ def checked_sizes(sizes: object, name: str, unit: str) -> tuple[int, ...]:
     if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
         raise UsageError(f"{name} must be a list with one number per {unit}, such as [4, 2], got {sizes!r}")
     for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
             raise UsageError(
                 f"every {unit} must have an integer number of slots of at least 1, got {size!r} in {list(sizes)}"
             )
-    return tuple(sizes)
+    return tuple(map(int, sizes))
 
 
 def checked_modules(names: Sequence[str] | None) -> tuple[str, ...] | None:

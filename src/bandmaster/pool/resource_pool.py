@@ -8,6 +8,8 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
+
 from bandmaster.backends import get_backend
 from bandmaster.contract import Slot
 from bandmaster.errors import ClosedError, PlacementError, UsageError
@@ -100,12 +102,13 @@ class ResourcePool:
         env: Mapping[str, str] | None = None,
     ) -> None:
         sizes = checked_sizes(process_on_nodes, "process_on_nodes", "node")
-        spare_sizes = () if spares in ((), []) else checked_sizes(spares, "spares", "spare node")
+        has_none = isinstance(spares, list | tuple) and not spares
+        spare_sizes = () if has_none else checked_sizes(spares, "spares", "spare node")
         check_count("max_colocate_count", max_colocate_count, ", the number of groups that may share a slot")
         check_count("gpus_per_worker", gpus_per_worker)
         for what, amount in (("cpus_per_worker", cpus_per_worker), ("placement_timeout", placement_timeout)):
             check_amount(what, amount)
-        if strategy not in STRATEGIES:
+        if strategy not in tuple(STRATEGIES):
             raise UsageError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}")
         if not isinstance(use_gpu, bool):
             raise UsageError(f"use_gpu must be True (GPUs for every slot) or False (none), got {use_gpu!r}")
@@ -424,10 +427,10 @@ def split_resource_pool(pool: ResourcePool, split_size: int | Sequence[int]) -> 
     """
     _check_pool(pool, "split_resource_pool")
     size = pool.world_size
-    if isinstance(split_size, int):
+    if isinstance(split_size, int | np.integer):
         if split_size < 1 or size % split_size:
             raise UsageError(f"cannot split {size} slots into parts of {split_size}; give a divisor or a list of sizes")
-        split_size = [split_size] * (size // split_size)
+        split_size = [int(split_size)] * (size // int(split_size))
     sizes = checked_sizes(split_size, "split_size", "part")
     if sum(sizes) != size:
         raise UsageError(

@@ -148,7 +148,11 @@ class RayBackend:
         Raises:
             UsageError: The cluster can only be reached through Ray Client.
         """
-        self.connection.connect()
+        with self.connection.staying():  # a private Ray that this starts ends with it if nothing is reserved
+            self.connection.connect()
+            return self._nodes()
+
+    def _nodes(self) -> tuple[Node, ...]:
         is_embedded, holders = self.connection.is_embedded, _holders_by_node()
         status = get_cluster_status(ray.get_runtime_context().gcs_address)
         free = {
@@ -334,7 +338,7 @@ def bundle_of(request: Request, n_slots: int, is_embedded: bool) -> dict[str, fl
     else:
         amounts |= {"CPU": request.cpus_per_worker, **dict(request.resources_per_worker)}
     found = {name: n_slots * float(amount) for name, amount in amounts.items() if amount}
-    return found or {"CPU": 0.01}
+    return found or {"memory": 1.0}  # a byte, which every node has
 
 
 def gpus_of(groups: Sequence[PlacementGroup], request: Request) -> tuple[tuple[tuple[str, ...], ...], ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,9 +22,9 @@ class RowsLater:
     argument and waits for it. It makes an ObjectRef only when the program reads ``futures``.
     """
 
-    def __init__(self, future: Future[Any], part: tuple[int, int] | None = None) -> None:
+    def __init__(self, future: Future[Any], cuts: tuple[tuple[int, int], ...] = ()) -> None:
         self._future = future
-        self._part = part
+        self._cuts = cuts  # (index, n): part index of n, of the part before
 
     @staticmethod
     def of(future: Future[Any]) -> RowsLater:
@@ -35,13 +35,12 @@ class RowsLater:
     def get(self) -> Any:
         """Wait for the rows. Raises as `Future.result`."""
         rows = self._future.result()
-        if self._part is None:
-            return rows
-        index, n = self._part
-        n_rows = count_rows(rows)
-        if n_rows is None:
-            raise BatchError(f"{describe(rows)} has no rows to be cut into {n} parts; call get() on the whole")
-        return slice_rows(rows, *row_ranges(n_rows, n)[index])
+        for index, n in self._cuts:
+            n_rows = count_rows(rows)
+            if n_rows is None:
+                raise BatchError(f"{describe(rows)} has no rows to be cut into {n} parts; call get() on the whole")
+            rows = slice_rows(rows, *row_ranges(n_rows, n)[index])
+        return rows
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the rows at most ``timeout`` seconds and return them. Raises as `Future.result`."""
@@ -50,15 +49,16 @@ class RowsLater:
 
     def chunk(self, chunks: int) -> Sequence[RowsLater]:
         """Parts of the rows, which are cut once they are there."""
-        return [type(self)(self._future, (index, chunks)) for index in range(chunks)]
+        return [type(self)(self._future, (*self._cuts, (index, chunks))) for index in range(chunks)]
 
     @property
     def futures(self) -> list[Any]:
         """A list of one ObjectRef, which holds all rows. Waits for the rows."""
         return [sys.modules["ray"].put(self.get())]  # a program that asks for an ObjectRef has loaded Ray
 
-    def __await__(self) -> Any:
-        return self._future.__await__()
+    def __await__(self) -> Generator[Any, None, Any]:
+        yield from self._future.__await__()
+        return self.get()
 
     def __repr__(self) -> str:
         return f"<rows of {self._future!r}>"

@@ -131,7 +131,7 @@ def _start_actor(launch: ActorLaunch, rank: int) -> Any:
     slot = launch.slots[rank]
     slot.reservation.session.check(f"pool {slot.reservation.name!r}")
     share = math.floor(slot.share * 1e4) / 1e4  # Ray rounds resources to ten-thousandths
-    taken = {name: amount * share for name, amount in launch.bundle.items()}
+    taken = {name: amount * share for name, amount in launch.bundle.items() if name != "memory"}  # see `bundle_of`
     options = {key: value for key, value in launch.options.items() if key not in PLACED_BY_POOL}
     if launch.env:  # in the environment of its process from the start: modules read variables when they are imported
         given = options.get("runtime_env") or {}

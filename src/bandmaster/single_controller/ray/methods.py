@@ -40,7 +40,7 @@ class RayMethod(GroupMethod[..., Any, Any]):
             return self._group.execute_rank_zero_async(self._spec.name, *args, **kwargs)
         plan, _ = self._dispatched(protocol, args, kwargs)
         name, ranks = self._spec.name, self._spec.ranks
-        return protocol.collect(self._group, references(self._submitter, self._group, name, plan, ranks))
+        return protocol.collect(self._group, references(self._submitter, self._group, name, plan, ranks, self._options))
 
     def stream(self, /, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: verl's collect functions join the values of all ranks.
@@ -81,7 +81,8 @@ class RayMethod(GroupMethod[..., Any, Any]):
             by_rank = dict(zip(ranks, values, strict=True))
             outputs = [by_rank.get(rank) for rank in range(self._group.world_size)]
         joined = collect(self._group, outputs)
-        return joined if type(joined) is list else without_padding(joined, n_padding)
+        is_by_rank = type(joined) is list and not joins_rows(collect)
+        return joined if is_by_rank else without_padding(joined, n_padding)
 
 
 def func_generator(
@@ -111,7 +112,8 @@ def func_generator(
         if blocking:
             output = [_awaited(item) for item in output] if isinstance(output, list) else _awaited(output)
         joined = collect_fn(worker_group, output)
-        return joined if type(joined) is list else without_padding(joined, n_padding)
+        is_by_rank = type(joined) is list and not (blocking and joins_rows(collect_fn))
+        return joined if is_by_rank else without_padding(joined, n_padding)
 
     call.__name__ = call.__qualname__ = method_name
     return call
@@ -121,7 +123,14 @@ def _awaited(value: Any) -> Any:
     return value.result() if isinstance(value, Future) else resolved(value)
 
 
-def references(submitter: Submitter, owner: object, method: str, plan: CallPlan, ranks: tuple[int, ...]) -> list[Any]:
+def references(
+    submitter: Submitter,
+    owner: object,
+    method: str,
+    plan: CallPlan,
+    ranks: tuple[int, ...],
+    options: Mapping[str, Any] | None = None,
+) -> list[Any]:
     """Send a call. Returns an ObjectRef for each rank, or a future if the ranks are not actors.
 
     Args:
@@ -130,10 +139,16 @@ def references(submitter: Submitter, owner: object, method: str, plan: CallPlan,
         method: Name of the method.
         plan: Its arguments.
         ranks: The ranks that run it.
+        options: The options of this call, which a future has, and an ObjectRef has not.
     """
     workers = submitter.workers()
     if not isinstance(workers, Refers):
-        return submitter.submit_for_each(CallRequest(method, plan, ranks, owner=owner))
+        return submitter.submit_for_each(CallRequest(method, plan, ranks, owner=owner, options=options))
+    if options:
+        raise UsageError(
+            f"{submitter.label(method)} returns ObjectRefs, to which options() does not apply; use ray.get(refs, "
+            "timeout=...) and ray.cancel(ref)"
+        )
     submitter.work.wait_until_sent()
     with submitter.gate.admitted(submitter.label(method)):
         found = workers.refer(submitter.encoded(method, plan, ranks))
