@@ -135,6 +135,8 @@ class World:
         n_interrupts: How often Ctrl-C is pressed at the beginning of a function of the main thread.
     """
 
+    has_ever_killed = False  # whether a program of this process has killed one, whose tasks may be collected later
+
     def __init__(self, seed: int, switch_every: float = 20.0, hot: float = 0.0, n_interrupts: int = 0) -> None:
         self.random = random.Random(seed)
         self.now = START
@@ -313,7 +315,7 @@ class World:
     def kill(self, process: str) -> None:
         """Kill a process other than the controller."""
         self.note("killed", process)
-        self.has_killed = True
+        self.has_killed = World.has_ever_killed = True
         for file in [file for file in self.files.values() if file.process == process]:
             file.close()
         for task in self.tasks:
