@@ -273,6 +273,11 @@ def test_keys_and_numbers_choose_the_replica(agents):
 
 
 def test_all_asks_each_replica(agents):
+def test_each_public_name_of_it_is_one_that_the_controllers_group_has(agents, rollout):
+    for names in agents.do(lambda group: [name for name in dir(group) if not name.startswith("_")]):
+        assert set(names) <= set(dir(rollout))  # names that methods cannot have, and methods
+
+
     def every(rollout):
         return rollout.chat.all("a").result()
 

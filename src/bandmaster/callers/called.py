@@ -74,7 +74,7 @@ def _one_of(key: Any, make: Callable[[], Any]) -> Any:
     """The group or controller of a key, which is made if there is none; those that are over are dropped then."""
     with _lock:
         if key not in _known:
-            for other in [key for key, one in _known.items() if one.is_over]:
+            for other in [key for key, one in _known.items() if one._is_gone]:
                 del _known[other]
             _known[key] = make()
         return _known[key]
@@ -102,23 +102,22 @@ class CalledGroup:
         mesh: Named axes over the ranks.
         meshes: Further meshes of the same ranks, by name.
         world_size: Number of ranks.
-        collective: The last call to all ranks that this worker has made; None if it is known to have ended.
     """
 
     def __init__(self, reference: GroupReference, cls: type[Worker], mesh: Mesh, meshes: Mapping[str, Mesh]) -> None:
         self.name, self.mesh, self.meshes, self.world_size = reference.name, mesh, meshes, mesh.size
         self._reference, self._cls, self._n_forks = reference, cls, n_forks()
         self._methods = specs_of(cls, registrations(cls), mesh, meshes)
-        self.collective: Future[Any] | None = None
+        self._collective: Future[Any] | None = None  # the last call to all ranks, unless it is known to have ended
 
-    def last_collective(self) -> list[Future[Any]]:
+    def _last_collective(self) -> list[Future[Any]]:
         """The last call to all ranks, unless it has ended: behind it, whatever this worker calls next begins."""
-        last = self.collective
+        last = self._collective
         if last is not None and last.done():
-            self.collective = last = None  # nor are its values kept
+            self._collective = last = None  # nor are its values kept
         return [] if last is None else [last]
 
-    def requests(self) -> Sequence[Future[Any]]:
+    def _requests(self) -> Sequence[Future[Any]]:
         """The requests to the ranks themselves that have not ended, behind which a call to all of them begins."""
         open_now = self._submitter.work.unanswered() if self._is_direct else ()
         return [RequestFuture(request, self) for request in open_now]
@@ -157,10 +156,10 @@ class CalledGroup:
         return RelayedMethod(self, self._relay, spec, len(routed), {})
 
     @property
-    def is_over(self) -> bool:
+    def _is_gone(self) -> bool:
         """Whether the group is known to be closed, or this process was forked from that which has it."""
         sent = self.__dict__.get("_workers")
-        return self._n_forks != n_forks() or (sent is not None and sent.is_over)
+        return self._n_forks != n_forks() or (sent is not None and sent._is_gone)
 
     @cached_property
     def _is_direct(self) -> bool:
@@ -202,7 +201,7 @@ class CalledGroup:
         spec = MethodSpec.of(_Controller, WAITS, _RELAYED, _ONE, {})
         return OpenChains(workers, RequestMethod[Any, Any](self, submitter, spec).submit)
 
-    def watch(self, request: Request, path: Sequence[Step], method: str, ranks: Sequence[int] = ()) -> None:
+    def _watch(self, request: Request, path: Sequence[Step], method: str, ranks: Sequence[int] = ()) -> None:
         """Find out if a call with a path waits for a call that waits for it; ``ranks`` are those of a relayed one."""
         alone = [step for step in path if step.is_alone]
         if alone:
@@ -258,7 +257,7 @@ class DirectMethod(CalledMethod):
         """The router, the request and its target; the request avoids the ranks that wait for this very call."""
         path = path_of_this_call()
         router, request, target = super()._made(args, kwargs, [*beside, (PATH, path)])
-        request.parents = [*request.parents, *self._group.last_collective()]
+        request.parents = [*request.parents, *self._group._last_collective()]
         if target.min_version is not None:
             _reached(router).reach_all()  # so that they tell their versions
         processes = _reached(router).processes_for(path)
@@ -269,7 +268,7 @@ class DirectMethod(CalledMethod):
             if steps and (not free or target.replica not in (None, *free)):
                 raise UsageError(refusal(path, next(iter(steps.values())), self._spec.label))
             request.avoids = frozenset(steps)
-        self._group.watch(request, path, self._spec.label)
+        self._group._watch(request, path, self._spec.label)
         return router, request, target
 
     def all(self, /, *args: Any, **kwargs: Any) -> Future[list[Any]]:
@@ -338,10 +337,10 @@ class RelayedMethod(CalledMethod):
         path = path_of_this_call()
         router, request, target = super()._made(args, kwargs, [*beside, (OPTIONS, self._given), (PATH, path)])
         if self._n_replicas <= 1 or ALL in self._given:  # else the controller alone knows the replica
-            self._group.watch(request, path, self._spec.label, self._asked.ranks)
-        request.parents = [*self._group.last_collective(), *(() if self._n_replicas else self._group.requests())]
+            self._group._watch(request, path, self._spec.label, self._asked.ranks)
+        request.parents = [*self._group._last_collective(), *(() if self._n_replicas else self._group._requests())]
         if not self._n_replicas:
-            self._group.collective = RequestFuture(request, self._group)
+            self._group._collective = RequestFuture(request, self._group)
         return router, request, target
 
 

@@ -167,7 +167,7 @@ class ReachedWorkers(LaneClient):
         self.close(why)
 
     @property
-    def is_over(self) -> bool:
+    def _is_gone(self) -> bool:
         """Whether the group is known to be closed."""
         return not self.check()
 
