@@ -96,9 +96,9 @@ def conflict(path: tuple[Step, ...], process: Process, is_alone: bool) -> Step |
 
 
 def refusal(path: tuple[Step, ...], step: Step, method: str) -> str:
-    """The words of the error for a call that would wait for one of the calls that wait for it."""
+    """The words of the error for a call that may wait for one of the calls that wait for it."""
     chain = " waits for ".join([each.words for each in path[path.index(step) :]])
     return (
-        f"{method} was not sent, as it would wait for ever: {chain}, which calls {method}, which cannot begin before "
+        f"{method} was not sent, as it may wait for ever: {chain}, which calls {method}, which cannot begin before "
         f"{step.words} has ended; call it when that has returned, or make both async requests"
     )
