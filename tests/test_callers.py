@@ -93,6 +93,15 @@ class Rollout(bm.Worker):
     def later(self, rows):
         return rows * 2
 
+    @register(
+        {
+            "dispatch_fn": lambda group, rows: ((np.array_split(rows, group.world_size),), {}),
+            "collect_fn": lambda group, values: np.concatenate(values),
+        }
+    )
+    def double_by_functions(self, rows):
+        return rows * 2
+
     @register(Dispatch.ONE_TO_ALL)
     def fail_on(self, rank):
         if self.rank == rank:
@@ -143,6 +152,10 @@ class Agent(bm.Worker):
     async def await_(self, function, *args):
         return await function(self.rollout, *args)
 
+    @register(Dispatch.DP_PROTO)
+    def do_rows(self, rows, function, *args):
+        return function(self.rollout, rows, *args)
+
     @register(Dispatch.ONE_TO_ALL)
     def with_group(self, group, prompt):
         return group.chat(prompt).result()[1]
@@ -169,7 +182,7 @@ def warm(rollout, agents):
     """Have all event loops and connections made, which last as long as the groups."""
 
     async def ask(group):
-        return await group.chat("a"), await group.load.submit(0)
+        return await group.chat("a"), await group.load.submit(0), await group.double_by_functions.submit(np.arange(2))
 
     rollout.chat.all("").result(DEADLINE)
     agents.await_(ask)
@@ -260,6 +273,11 @@ def test_it_says_what_it_is(agents):
         assert "Rollout" in text and "2 ranks" in text
 
 
+def test_each_public_name_of_it_is_one_that_the_controllers_group_has(agents, rollout):
+    for names in agents.do(lambda group: [name for name in dir(group) if not name.startswith("_")]):
+        assert set(names) <= set(dir(rollout))  # names that methods cannot have, and methods
+
+
 # --- options and mistakes -----------------------------------------------------------------------------------------
 
 
@@ -273,11 +291,6 @@ def test_keys_and_numbers_choose_the_replica(agents):
 
 
 def test_all_asks_each_replica(agents):
-def test_each_public_name_of_it_is_one_that_the_controllers_group_has(agents, rollout):
-    for names in agents.do(lambda group: [name for name in dir(group) if not name.startswith("_")]):
-        assert set(names) <= set(dir(rollout))  # names that methods cannot have, and methods
-
-
     def every(rollout):
         return rollout.chat.all("a").result()
 
@@ -406,6 +419,75 @@ def test_a_call_that_ctrl_c_interrupts_twice_as_it_is_sent_is_not_watched_for_ev
     while any(thread.name == "bandmaster-progress" for thread in threading.enumerate()):
         assert time.monotonic() < until, "a call is watched"
         time.sleep(0.01)
+
+
+@pytest.mark.backends("local", "ray")
+@pytest.mark.parametrize("method", ["double", "double_by_functions"])
+def test_a_call_of_a_worker_passes_a_call_of_the_controller_that_takes_its_rows(own, tmp_path, method):
+    rollout, agents = own
+
+    def ask(group, rows, folder, method):
+        while not (folder / "gate").exists():
+            time.sleep(0.001)
+        return getattr(group, method)(rows)
+
+    rows = agents.do_rows.submit(np.arange(4), ask, tmp_path, method)
+    doubled = rollout.double.submit(rows)
+    (tmp_path / "gate").touch()
+    assert np.array_equal(doubled.result(DEADLINE), np.arange(4) * 4)
+
+
+def plan_slowly(group, folder):
+    (folder / "planning").touch()
+    wait_for(folder / "plan")
+    (folder / "planned").touch()
+    return ([folder] * group.world_size,), {}
+
+
+class SlowlyPlanned(Rollout):
+    @register({"dispatch_fn": plan_slowly, "collect_fn": lambda group, values: values})
+    def hold_all(self, folder):
+        return self.load_slowly(folder)
+
+
+@pytest.fixture
+def planned(backend):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        yield bm.WorkerGroup(pool, SlowlyPlanned)
+
+
+@pytest.mark.backends("local")
+def test_a_slow_function_of_a_protocol_holds_up_no_other_call_of_workers(own, planned, tmp_path):
+    async def both(group, planned, folder):
+        held = planned.hold_all.submit(folder)
+        while not (folder / "planning").exists():
+            await asyncio.sleep(0.001)
+        loaded = await group.load.submit(3)
+        (folder / "plan").touch()
+        (folder / "gate").touch()
+        return len(loaded), await held
+
+    assert own[1].await_.options(timeout=DEADLINE)(both, planned, tmp_path) == [(2, [None, None])]
+
+
+@pytest.mark.backends("local")
+def test_a_call_of_a_worker_that_is_cancelled_as_it_is_planned_is_not_left_running(own, planned, tmp_path):
+    _, agents = own
+    held = agents.await_.submit(_hold_all, planned, tmp_path)
+    wait_for(tmp_path / "planning")
+    held.cancel()
+    assert agents.await_.options(timeout=DEADLINE)(_load) == [2]  # the controller has heard of the cancel before
+    (tmp_path / "plan").touch()
+    wait_for(tmp_path / "planned")
+    assert planned.load.options(timeout=DEADLINE)(1) == [(0, 0), (1, 0)]
+
+
+async def _hold_all(_, planned, folder):
+    await planned.hold_all.submit(folder)
+
+
+async def _load(group):
+    return len(await group.load.submit(3))
 
 
 def test_values_of_calls_of_all_ranks_are_not_kept_in_the_worker(agents):
@@ -672,6 +754,21 @@ def test_a_deadline_holds_in_a_worker(own, tmp_path):
 
     assert agents.await_(late, tmp_path) == ["Rollout.hold"]
     wait_for(tmp_path / "cancelled 0")
+
+
+@pytest.mark.backends("local", "ray")
+def test_a_deadline_cancels_a_call_of_all_ranks_that_a_worker_makes(own, tmp_path):
+    rollout, agents = own
+
+    async def late(group, folder):
+        try:
+            await group.load_slowly.options(timeout=0.1).submit(folder)
+        except bm.CallTimeout as error:
+            return str(error), error.future
+
+    ((said, future),) = agents.await_(late, tmp_path)
+    assert "within 0.1 s; it was cancelled: make it again" in said and future is None
+    assert rollout.load.options(timeout=DEADLINE)(1) == [(0, 0), (1, 0)]
 
 
 def test_requests_of_a_caller_that_dies_are_cancelled(own, tmp_path, is_in_process):

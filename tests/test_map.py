@@ -538,7 +538,7 @@ def test_each_request_has_a_deadline(group, gate):
     assert value == numbers == [0, 1, 2, 4, 5]
     assert [type(one.error) for one in failed] == [bm.CallTimeout] and list(failed[0].numbers) == [3]
     assert "in hold" in "".join(failed[0].error.stacks.values())
-    with pytest.raises(bm.CallTimeout, match=r"Rows.hold got no reply .* the request was cancelled: make it again"):
+    with pytest.raises(bm.CallTimeout, match=r"Rows.hold got no reply .* it was cancelled: make it again"):
         list(method.map(list(range(6)), str(gate), held={3: None}))
     with group.hold.map([1], str(gate)) as mapped, pytest.raises(bm.CallTimeout):
         mapped.result(timeout=0.1)

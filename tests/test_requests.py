@@ -1228,7 +1228,7 @@ def test_one_behind_a_call_can_be_cancelled(group, gate):
 def test_a_deadline_cancels_and_shows_where_the_coroutine_is(group, gate, is_awaited):
     group.take_counts()
     future = group.hold.options(replica=0, timeout=0.1)(gate.folder)
-    with pytest.raises(bm.CallTimeout, match=r"rank 0 within 0.1 s; the request was cancelled: ") as caught:
+    with pytest.raises(bm.CallTimeout, match=r"rank 0 within 0.1 s; it was cancelled: ") as caught:
         asyncio.run(awaited(future)) if is_awaited else future.result()
     assert caught.value.future is future
     if not is_in_process(group):

@@ -18,7 +18,7 @@ from bandmaster.callers.passed import FIND, FarCalls, PassedCalls
 from bandmaster.callers.reached import DIED, ELSEWHERE, FAR, MOVED, READY, SHUT, WAIT, Asked, FarPlace
 from bandmaster.calls.future import Future
 from bandmaster.contract import METHOD, Workers
-from bandmaster.errors import BandmasterError, ClosedError, UsageError, WorkerDied
+from bandmaster.errors import BandmasterError, CallTimeout, ClosedError, UsageError, WorkerDied
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.links import AgentLinks
 from bandmaster.hosts.workers import AgentWorkers
@@ -240,7 +240,7 @@ class ControllersRelay(Executor):
         earlier.set(kwargs.pop(PATH))
         made, is_for_all, workers = self._method(method, kwargs)
         submit = partial(made.all if is_for_all else made.submit, *args, **kwargs)
-        return (), {}, _value_of(submit, workers)
+        return (), {}, _value_of(submit, workers, made.has_functions)
 
     async def _told(self, asked: Asked) -> tuple[str, Any]:
         """The answer to an agent, which has the secret."""
@@ -268,7 +268,7 @@ class ControllersRelay(Executor):
             step = conflict(path, process, is_alone)
             if step is not None:
                 raise UsageError(refusal(path, step, name))
-        made.beside = ((PATH, path),) if path else ()
+        made.beside, made.is_relayed = ((PATH, path),) if path else (), True
         made.calls_back = any(step.process in processes for step in path)
         return made, is_for_all, group.workers
 
@@ -286,17 +286,29 @@ def _found(key: str, groups: Mapping[str, GivenGroup]) -> GivenGroup:
     return group
 
 
-async def _value_of(submit: Callable[[], Future[Any]], workers: Callable[[], Workers]) -> Any:
-    """The value of a call. Where methods run in this process, a thread runs it."""
-    runs_here = workers().arrivals is None
-    future = await asyncio.get_running_loop().run_in_executor(None, submit) if runs_here else submit()
+async def _value_of(submit: Callable[[], Future[Any]], workers: Callable[[], Workers], has_functions: bool) -> Any:
+    """The value of a call. A thread submits it if that runs code of the user: functions of its protocol, or methods."""
+    submitted: list[Future[Any]] = []
+    is_given_up = False
+
+    def send() -> Future[Any]:
+        submitted.append(submit())
+        if is_given_up:
+            submitted[0].cancel()
+        return submitted[0]
+
     try:
-        return await future
+        in_thread = has_functions or workers().arrivals is None
+        return await (await asyncio.get_running_loop().run_in_executor(None, send) if in_thread else send())
     except WorkerDied:
         workers()  # if the group was closed, this says so
         raise
-    except BaseException:
-        future.cancel()
+    except BaseException as error:
+        is_given_up = True  # first: the thread may be about to submit it
+        for future in submitted:
+            future.cancel()
+        if isinstance(error, CallTimeout):
+            error.has_cancelled()
         raise
 
 

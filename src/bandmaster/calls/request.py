@@ -81,6 +81,7 @@ class CallRequest:
         is_for_all: Whether the death of a rank that does not run the call fails it, as others may wait for that rank.
         beside: Keyword arguments that are not the method's, but the library's.
         is_cleanup: Whether it frees resources of earlier calls, so that it is not cancelled with them.
+        is_relayed: Whether a worker makes it: calls of the controller that wait for their rows do not hold it up.
     """
 
     method: str
@@ -95,6 +96,7 @@ class CallRequest:
     is_for_all: bool = True
     is_cleanup: bool = False
     beside: Sequence[tuple[str, Any]] = ()
+    is_relayed: bool = False
 
 
 def encode_argument(value: Any, name: str, method: str) -> Payload:

@@ -28,7 +28,7 @@ from bandmaster.errors import UsageError
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, alike
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import RealRows
-from bandmaster.plan.transfer import Gather, Only
+from bandmaster.plan.transfer import Custom, Gather, Only
 from bandmaster.platform.locks import SigintSafeLock
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Submitter:
         call = Call(request, self.site(request.method, request.options), self._send, self.work)
         call.is_waited_for = is_waited_for
         future: Future[Any] = Future(call, request.owner)
-        if request.parents or self.work.waiting:
+        if request.parents or (self.work.waiting and not request.is_relayed):
             self.workers()  # raises if the group was closed
             self.work.enqueue(call, is_waited_for)
         else:
@@ -290,6 +290,7 @@ class AnyMethod:
 
     Attributes:
         beside: Keyword arguments that are not the method's, but the library's.
+        is_relayed: Whether the controller calls it for a worker; see `CallRequest`.
 
     Args:
         group: The group, which lives as long as the futures.
@@ -300,6 +301,7 @@ class AnyMethod:
     """
 
     beside: Sequence[tuple[str, Any]] = ()
+    is_relayed = False
     _how: Any
     _kind: str
 
@@ -315,6 +317,11 @@ class AnyMethod:
         if how is not None:
             self._how = how
         self.__dict__.update(spec.described)
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether its protocol is a pair of the user's functions, which a call runs in this process."""
+        return isinstance(self._spec.registration.protocol, Custom)
 
     def _but(self, limits: Mapping[str, Any], how: Any) -> Self:
         """A copy with some limits changed, and other options."""

@@ -224,12 +224,12 @@ class WorkerDied(_RankError):
 
 
 STILL_RUNS = "the call still runs: wait again with error.future.result(), or cancel it with error.future.cancel()"
-WAS_CANCELLED = "the request was cancelled: make it again, with more time by options(timeout=seconds)"
+WAS_CANCELLED = "it was cancelled: make it again, with more time by options(timeout=seconds)"
 
 
 class CallTimeout(BandmasterError, TimeoutError):
     """A call did not complete within its timeout. It still runs: the caller can wait for it again, or cancel it; but
-    requests are cancelled when their own timeout is over, and the message says so.
+    requests, and calls of workers, are cancelled when their own timeout is over, and the message says so.
 
     Also raised for constructors that take longer than ``start_timeout``. Their worker processes have been ended, and
     ``future`` is None.
@@ -268,7 +268,7 @@ class CallTimeout(BandmasterError, TimeoutError):
         return "\n".join(filter(None, (summary, stacks_by_equality(self.stacks))))
 
     def has_cancelled(self) -> None:
-        """Say in the message that the call is a request, which was cancelled."""
+        """Say in the message that the call was cancelled."""
         if self._what_next == STILL_RUNS:
             self._what_next = WAS_CANCELLED
             self.args = (self._text(),)

@@ -128,10 +128,11 @@ class GroupMethod(AnyMethod, Generic[P, C, G]):
         parents = self._not_there(args, kwargs) if has_futures else ()
         plan: CallPlan | Callable[[], CallPlan]
         if isinstance(protocol, Custom):
-            self._submitter.work.wait_until_sent()  # the user's functions process the arguments now
+            if not self.is_relayed:
+                self._submitter.work.wait_until_sent()  # the user's functions process the arguments now
             plan = self._plan(args, kwargs)
             collection = collection._replace(finish=partial(protocol.collect, self._group))
-        elif parents or self._submitter.work.waiting:
+        elif parents or (self._submitter.work.waiting and not self.is_relayed):
             bind(spec.label, spec.signature, args, kwargs)  # mistakes are errors now
             if not waits:
                 args, kwargs = _as_they_are(spec, args, kwargs)
@@ -140,7 +141,7 @@ class GroupMethod(AnyMethod, Generic[P, C, G]):
             plan = spec.plan(args, kwargs, protocol.outgoing)
         keeps = not waits and isinstance(collection.incoming, Concat) and collection.finish is None
         request = CallRequest(spec.name, plan, spec.ranks, collection, self._group, self._options, keeps, parents)
-        request.beside = self.beside
+        request.beside, request.is_relayed = self.beside, self.is_relayed
         return self._submitter.call(request) if waits else self._submitter.submit(request)
 
     @staticmethod
