@@ -432,6 +432,9 @@ def test_wrong_uses_are_refused_in_words(two, three):
     for n in -1, 3.9, "2":
         with pytest.raises(bm.UsageError, match=rf"repeat takes a whole number of copies, 0 or more, got n={n!r}"):
             rows.repeat(n)
+    for seed in -1, "x", None:
+        with pytest.raises(bm.UsageError, match=rf"whole number as its seed, 0 or more, got seed={seed!r}"):
+            rows.shuffle(seed)
     for n in 0, 2.5:
         with pytest.raises(bm.UsageError, match=rf"batches takes a whole number of rows, 1 or more, got n={n!r}"):
             next(rows.batches(n))

@@ -117,8 +117,10 @@ def test_what_cannot_be_recorded_is_said(group, tmp_path, capsys):
     assert len(group.noisy([1, 2])) == 2
     for options, said in (
         ({"ranks": [2]}, r"record names rank 2, but .* has ranks 0 to 1"),
+        ({"ranks": 1}, r"ranks must be a list of numbers, got 1"),
         ({"methods": ["nosy"]}, "Model has no method 'nosy'.*noisy"),
         ({"methods": "noisy"}, "methods must be a list of names, got 'noisy'"),
+        ({"methods": 1}, "methods must be a list of names, got 1"),
     ):
         with pytest.raises(bm.UsageError, match=said), record(group, tmp_path, **options):
             raise AssertionError("it was refused")

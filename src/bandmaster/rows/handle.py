@@ -159,6 +159,8 @@ class Handle:
 
     def shuffle(self, seed: int) -> Self:
         """The rows in an order that depends only on the seed and the number of rows."""
+        if not isinstance(seed, int | np.integer) or seed < 0:
+            raise UsageError(f"shuffle takes a whole number as its seed, 0 or more, got seed={seed!r}")
         return self._taken("shuffle", lambda n_rows: np.random.default_rng(seed).permutation(n_rows))
 
     def _taken(self, what: str, numbers: Callable[[int], Index]) -> Self:

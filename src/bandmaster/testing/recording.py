@@ -20,7 +20,7 @@ import pickle
 import random
 import sys
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,8 @@ def record(
 
 
 def _checked_ranks(group: GroupOf[Any], ranks: Sequence[int] | None) -> tuple[int, ...]:
+    if not isinstance(ranks, Iterable | None):
+        raise UsageError(f"ranks must be a list of numbers, got {ranks!r}; record one rank by ranks=[{ranks!r}]")
     known = range(group.world_size)
     chosen = tuple(known if ranks is None else ranks)
     if unknown := [rank for rank in chosen if rank not in known]:
@@ -101,7 +103,7 @@ def _checked_ranks(group: GroupOf[Any], ranks: Sequence[int] | None) -> tuple[in
 
 
 def _check_methods(group: GroupOf[Any], methods: Sequence[str] | None) -> None:
-    if isinstance(methods, str):
+    if isinstance(methods, str) or not isinstance(methods, Collection | None):
         raise UsageError(f"methods must be a list of names, got {methods!r}")
     for name in methods or ():
         if not callable(getattr(group._cls, name, None)):
