@@ -410,7 +410,11 @@ class Fleet:
         arguments = {**_arguments(kind, replica), **dict(config.engine_kwargs.get(NAME) or {})}
         pool = bm.ResourcePool(sizes, backend="ray", nodes=list(hosts), cpus_per_worker=0, name_prefix="rollout")
         mesh = bm.Mesh(dp=self._n)
-        group = bm.WorkerGroup(pool, _on_devices(kind), list(devices), arguments, mesh=mesh, name="rollout")
+        try:
+            group = bm.WorkerGroup(pool, _on_devices(kind), list(devices), arguments, mesh=mesh, name="rollout")
+        except BaseException:
+            pool.close()
+            raise
         known = {name: value for name, value in limits.items() if value is not None}
         return Engines(group, known, config.prompt_length, config.response_length)
 
