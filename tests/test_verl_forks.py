@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -303,8 +304,16 @@ class DistRankInfo:
     pp_rank: int
 
 
-class Worker:
+class Helper:
+    size = 3
+
+    def helped(self):
+        return "helped"
+
+
+class Worker(Helper):
     kind = "forked"
+    low, high = [bound for bound in (1, 2)]
     _local_rank: int
 
     def __init__(self):
@@ -320,6 +329,18 @@ class Worker:
 
     def above(self):
         return super().__repr__()
+
+    def __own(self):
+        return self.helped(), self.size, self.low, self.high
+
+    try:
+        import a_module_that_is_missing
+    except ImportError:
+        def all_of_it(self):
+            return self.__own()
+    else:
+        def with_the_module(self):
+            return self.__own()
 """
 
 PROGRAM = """
@@ -331,7 +352,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 class Mine(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def first(self):
-        return self.is_first, hasattr(self, "above")
+        return self.is_first, hasattr(self, "above"), self.all_of_it()
 
 with ResourcePool([2], backend="inprocess") as pool:
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Mine))
@@ -358,19 +379,23 @@ def fork(tmp_path):
 
 def switched(program, *path):
     command = [sys.executable, "-m", "bandmaster.compat.verl", str(program)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    ours = Path(bm.__file__).parents[1]  # the one that is tested, which need not be the one that is installed
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, ours]))}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def test_what_a_fork_has_added_to_its_worker_is_taken_over(fork, tmp_path):
     run = switched(tmp_path / "program.py", fork.parent)
-    taken_over = "[('forked', 0), ('forked', 1)] [(True, False), (False, False)]"
+    all_of_it = ("helped", 3, 1, 2)
+    taken_over = f"{[('forked', 0), ('forked', 1)]} {[(True, False, all_of_it), (False, False, all_of_it)]}"
     missing = "verl.single_controller.remote has no counterpart in bandmaster.single_controller"
     assert run.stdout.splitlines()[:2] == [taken_over, "True"], run.stderr
     assert run.stdout.splitlines()[2].startswith(missing)
     assert f"this is verl 0.3.1.fork of {fork}; those that have been tried are " in run.stderr
     (line,) = [line for line in run.stderr.splitlines() if "taken over" in line]
-    assert line.endswith(": Worker.kind, Worker.where, Worker.is_first, Worker.above not, because it calls super()")
+    names = ["kind", "low", "high", "where", "is_first", "above", "_Worker__own", "all_of_it", "size", "helped"]
+    reasons = {"above": " not, because it calls super()"}
+    assert line.endswith(": " + ", ".join(f"Worker.{name}{reasons.get(name, '')}" for name in names))
 
 
 def test_the_version_is_that_of_the_verl_that_is_imported(fork, tmp_path):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -85,22 +86,22 @@ def take_over(ours: ModuleType, name: str, folder: Path) -> list[str]:
     """
     path = folder.joinpath("single_controller", *name.strip(".").split(".")).with_suffix(".py")
     our_class = getattr(ours, WORKER_MODULES[name])
-    missing = [
-        each for each, has_value in _members_in(path, our_class.__name__) if has_value and _is_missing(our_class, each)
-    ]
+    known = _members_in(path, our_class.__name__)
+    missing = [each for each, has_value in known.items() if has_value and _is_missing(our_class, each)]
     if not missing:
         return []
     try:
-        members = vars(getattr(_executed(path, name), our_class.__name__))
+        theirs = getattr(_executed(path, name), our_class.__name__)
+        members = {each: inspect.getattr_static(theirs, each) for each in missing if hasattr(theirs, each)}
     except Exception as error:  # the module needs something that is not installed, or that bandmaster does not have
         return [f"{our_class.__name__}.{each} not, because of {type(error).__name__}: {error}" for each in missing]
-    return [_added(our_class, each, members) for each in missing]
+    return [_added(our_class, each, member) for each, member in members.items()]
 
 
 def has_no_context_parallelism(folder: Path) -> bool:
     """Whether the verl in a folder is one whose Megatron workers have no rank of context parallelism, before 0.4."""
     path = folder / "single_controller" / "base" / "worker.py"
-    fields = {name for name, _ in _members_in(path, "DistRankInfo")}
+    fields = _members_in(path, "DistRankInfo")
     return "pp_rank" in fields and "cp_rank" not in fields
 
 
@@ -108,19 +109,33 @@ def _is_missing(cls: type, name: str) -> bool:
     return not (name.startswith("__") or name in REPLACED or hasattr(cls, name))
 
 
-def _members_in(path: Path, class_name: str) -> Iterator[tuple[str, bool]]:
-    """The names in the body of a class in a file of source, each with whether it has a value or is only annotated."""
-    if not path.is_file():
-        return
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ClassDef) and node.name == class_name:
-            for member in node.body:
-                if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
-                    yield member.name, True
-                elif isinstance(member, ast.Assign):
-                    yield from ((target.id, True) for target in member.targets if isinstance(target, ast.Name))
-                elif isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
-                    yield member.target.id, member.value is not None
+def _members_in(path: Path, class_name: str) -> dict[str, bool]:
+    """The members of a class in a file of source, each with whether it has a value or is only annotated.
+
+    Members of its base classes in the same file are among them; private names have the name of their class in front.
+    """
+    body = ast.parse(path.read_text()).body if path.is_file() else []
+    classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+    found: dict[str, bool] = {}
+    names = [class_name]
+    for name in names:
+        if node := classes.pop(name, None):
+            names += [base.id for base in node.bases if isinstance(base, ast.Name)]
+            for each, has_value in _bound_in(node):
+                is_private = each.startswith("__") and not each.endswith("__")
+                found.setdefault(f"_{name.lstrip('_')}{each}" if is_private else each, has_value)
+    return found
+
+
+def _bound_in(node: ast.AST, has_value: bool = True) -> Iterator[tuple[str, bool]]:
+    """The names that the body of a class binds, also under ``if`` and ``try``, each with whether it has a value."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield child.name, True
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            yield child.id, has_value
+        elif not isinstance(child, ast.comprehension):  # its names are its own
+            yield from _bound_in(child, not isinstance(child, ast.AnnAssign) or child.value is not None)
 
 
 def _executed(path: Path, name: str) -> ModuleType:
@@ -133,9 +148,8 @@ def _executed(path: Path, name: str) -> ModuleType:
     return module
 
 
-def _added(cls: type, name: str, members: Mapping[str, Any]) -> str:
+def _added(cls: type, name: str, member: Any) -> str:
     """Add a member to a class. Returns the line that says so, or why it was not added."""
-    member = members[name]
     if "__class__" in _free_variables(member):
         return f"{cls.__name__}.{name} not, because it calls super()"
     setattr(cls, name, member)
