@@ -15,7 +15,7 @@ from commands import MINE
 from debug_adapter import Ide
 
 import bandmaster as bm
-from bandmaster import Dispatch, register
+from bandmaster import Dispatch, Execute, register
 from bandmaster.cli import main
 from bandmaster.wire.status_page import DEBUGGER, announcement, find_all, in_debuggers
 
@@ -23,6 +23,9 @@ pytestmark = [pytest.mark.backends("local", "ray"), pytest.mark.here]
 
 
 class Model(bm.Worker):
+    def __init__(self):
+        self.met = asyncio.Event()
+
     @register(Dispatch.ONE_TO_ALL)
     def pids(self):
         return os.getpid()
@@ -34,6 +37,26 @@ class Model(bm.Worker):
             breakpoint()
         doubled += self.rank
         return doubled
+
+    @register(Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def count(self, n):
+        total = 0
+        for _ in range(n):
+            breakpoint()
+            total = self.one_more(total)
+        return total
+
+    def one_more(self, total):
+        breakpoint()
+        return total + 1
+
+    @register(Dispatch.REQUEST, concurrency=2)
+    async def meet(self, is_first):
+        breakpoint()
+        if is_first:
+            await self.met.wait()
+        self.met.set()
+        return is_first
 
     @register(Dispatch.ONE_TO_ALL)
     def fail_or_stop(self, gate):
@@ -170,6 +193,43 @@ def test_the_end_of_a_coroutine_ends_the_debugger(group):
     child.sendline("n")
     ended(child, f"rank 1 of {group.name} goes on without the debugger")
     assert sorted(item.result() for item in stream) == [3, 5]
+
+
+def test_a_breakpoint_on_the_way_stops_in_the_method_that_calls_it(group):
+    future = group.count.submit(2)
+    wait_until_in_debugger(group, [0])
+    child, shown = attached(group.name), []
+    while len(shown) < 30 and child.sendline("n") and child.expect_exact(["(Pdb) ", "without the debugger"]) == 0:
+        shown += [line for line in re.findall(r"-> (.*)\r", child.before) if line not in ("breakpoint()", *shown[-1:])]
+    again = ["return total + 1", "for _ in range(n):"]
+    assert shown == [*again, "total = self.one_more(total)", *again, "return total"]
+    assert future.result(timeout=20) == 2
+
+
+def test_a_breakpoint_of_another_task_takes_the_debugger(group):
+    first, second = [group.meet.options(replica=1)(is_first) for is_first in (True, False)]
+    wait_until_in_debugger(group, [1])
+    child = attached(group.name)
+    step(child, 2)  # over the await
+    assert __file__ in child.before
+    child.sendline("p is_first")
+    child.expect_exact("False")
+    child.sendline("c")
+    ended(child, "goes on without the debugger")
+    assert (first.result(timeout=20), second.result(timeout=20)) == (True, False)
+
+
+def test_commands_that_need_a_script_or_its_terminal_are_refused(group):
+    future = group.step.submit(1, [1])
+    wait_until_in_debugger(group, [1])
+    child = attached(group.name)
+    for command, says in (("interact", "statements at this prompt"), ("run", "q ends it"), ("restart", "q ends it")):
+        child.sendline(command)
+        child.expect_exact("(Pdb) ")
+        assert says in child.before
+    child.sendline("c")
+    ended(child, "goes on")
+    assert future.result(timeout=20) == [2, 3]
 
 
 def test_each_rank_waits_for_a_terminal_of_its_own(group, capfd):

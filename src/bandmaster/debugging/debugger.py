@@ -8,6 +8,7 @@ import inspect
 import itertools
 import pdb
 import shlex
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -44,6 +45,7 @@ class Debugger(pdb.Pdb):
     def set_trace(self, frame: FrameType | None = None, **options: Any) -> None:
         """Stop at the next line of a frame."""
         assert frame is not None, "the hook passes its caller"
+        sys.settrace(None)  # else `bdb` would trace itself, before Python 3.14, if this is reached while stepping
         with self._holding():
             self._note_callers(frame)
             self._is_announced = False
@@ -111,6 +113,16 @@ class Debugger(pdb.Pdb):
         super().set_continue()
         if not self.breaks:
             self._leave()
+
+    def do_interact(self, arg: str) -> None:
+        """Refuse `interact`, whose console would use the worker's own input and output."""
+        self.error("interact has no terminal in a worker; type statements at this prompt, such as !x = 1")
+
+    def do_run(self, arg: str) -> None:
+        """Refuse `run` and `restart`: the method belongs to a call of the controller."""
+        self.error("a method cannot be restarted; c goes on with it, q ends it, and the script can call it again")
+
+    do_restart = do_run
 
     def set_quit(self) -> None:
         """Make the method raise `bdb.BdbQuit`."""
