@@ -1,11 +1,14 @@
 """The ledger: what a trace knows of calls, ranks, bytes and the way that rows took."""
 
 import asyncio
+import contextlib
 import re
+import threading
 import time
 
 import numpy as np
 import pytest
+from ends import until
 from trace_processor import TraceProcessor
 
 import bandmaster as bm
@@ -42,6 +45,11 @@ class Timed(bm.Worker):
     async def ask(self, rows, seconds):
         await asyncio.sleep(seconds)
         return rows
+
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def tokens(self, n):
+        for number in range(n):
+            yield number
 
     @register(Dispatch.REQUEST)
     def ask_alone(self, value):
@@ -136,6 +144,71 @@ def test_calls_that_fail_and_calls_under_way(three):
     assert sleep.done is not None
 
 
+def cancel_all(group):
+    async def task():
+        futures = [group.ask(1, 60) for _ in range(20)]  # in a task, so that some of them wait for a place
+        group.cancel()
+        return futures
+
+    return asyncio.run(task())
+
+
+def leave_late(group):
+    with pytest.raises(bm.CallTimeout):
+        group.ask.options(timeout=0.01)(1, 60).result()
+
+
+def leave_in_a_task(group):
+    async def task():
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(group.ask.submit(1, 60), 0.01)
+
+    asyncio.run(task())
+
+
+def send_what_cannot_be_sent(group):
+    with pytest.raises(bm.ArgumentError):
+        group.sleep(threading.Lock())
+
+
+LEFT = {
+    "a dropped call": (lambda group: group.sleep.submit(0), ""),
+    "a call that fails": (lambda group: group.fail.submit(), "RemoteError"),
+    "a call that cannot be sent": (send_what_cannot_be_sent, "ArgumentError"),
+    "a dropped stream": (lambda group: next(iter(group.items.stream([1, 2, 3, 4]))), None),  # cancelled if in time
+    "a dropped request": (lambda group: group.ask.submit(1, 0), ""),
+    "a request that fails": (lambda group: group.ask.submit(1, "soon"), "RemoteError"),
+    "a cancelled request": (lambda group: group.ask.submit(1, 60).cancel(), "CallCancelled"),
+    "a request that is late": (leave_late, "CallCancelled"),
+    "a request of a task": (leave_in_a_task, "CallCancelled"),
+    "a stream of tokens": (lambda group: next(group.tokens.stream(1000)), "CallCancelled"),
+    "all requests": (cancel_all, "CallCancelled"),
+}
+
+
+@pytest.mark.parametrize("way", LEFT)
+def test_calls_whose_results_no_thread_reads_end_as_well(three, way):
+    leave, error = LEFT[way]
+    taken = []
+    with bm.trace() as trace:
+        kept = leave(three)  # noqa: F841  # also futures that are kept, but not read
+        until(lambda: taken.extend(trace.take()) or not trace.calls)
+    if error is not None:
+        assert {call.error.partition(":")[0].rpartition(".")[2] for call in taken} == {error}
+    assert all(call.begun <= call.done < 60 for call in taken)
+    if error == "":
+        assert all(call.ranks for call in taken)
+
+
+def test_a_call_that_no_thread_reads_has_ended_with_its_last_reply(three):
+    with bm.trace() as trace:
+        three.sleep.submit(0)
+        three.sleep(0.2)
+        first, second = trace.calls
+    last = max(first.moments(rank)[-1] for rank in first.ranks)
+    assert first.done == last < second.done
+
+
 def test_items_are_calls(three):
     with bm.trace() as trace:
         list(three.items.stream([1, 2, 3, 4]))
@@ -183,6 +256,27 @@ def test_the_summary_of_methods(three):
     assert "read by reference" in next(line for line in lines if line.startswith("Timed.use"))
 
 
+def test_requests_that_wait_for_a_place_are_no_work_of_the_controller(three):
+    async def ask():
+        await asyncio.gather(*[three.ask(1, 0.1) for _ in range(24)])  # twice as many as there are places
+
+    with bm.trace() as trace:
+        asyncio.run(ask())
+    header, line = [line.split() for line in trace.summary().splitlines()[1:]]
+    send, wait = (int(line[header.index(name)].rstrip("%")) for name in ("send", "wait"))
+    assert wait > 20 and wait > 2 * send
+
+
+def test_a_method_of_several_groups_has_a_line_for_each(two, three):
+    with bm.trace() as trace:
+        two.sleep(0)
+        three.sleep(0)
+        three.wait()
+    lines = [line.split("  ")[0] for line in trace.summary().splitlines()[2:]]
+    groups = [call.group for call in trace.calls]
+    assert lines == [f"Timed.sleep of {groups[0]}", f"Timed.sleep of {groups[1]}", "Timed.wait"]
+
+
 def test_perfetto_reads_the_file(two, three, tmp_path):
     with bm.trace(tmp_path / "run.json"):
         rows = two.make.submit(np.arange(8))
@@ -215,6 +309,12 @@ def test_a_file_for_which_there_is_no_folder_is_refused_at_once(tmp_path):
     with bm.trace(tmp_path / "1.json"):
         pass
     assert (tmp_path / "1.json").exists()
+
+
+def test_a_folder_in_place_of_a_file_is_refused_at_once(tmp_path):
+    for path in (tmp_path, str(tmp_path), ""):
+        with pytest.raises(bm.UsageError, match=r"cannot write the trace to .*: it is a folder; name a file"):
+            bm.trace(path)
 
 
 def test_one_trace_at_a_time(three):

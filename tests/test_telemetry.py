@@ -1,5 +1,6 @@
 """Spans of OpenTelemetry and figures for Prometheus, from what a trace records."""
 
+import asyncio
 import logging
 import re
 import subprocess
@@ -10,6 +11,7 @@ import urllib.request
 
 import numpy as np
 import pytest
+from ends import until
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
@@ -41,6 +43,10 @@ class Actor(bm.Worker):
         if value == "bad":
             raise ValueError("a bad value\nof two lines")
         return value
+
+    @register(Dispatch.REQUEST)
+    async def wait(self, seconds):
+        await asyncio.sleep(seconds)
 
     @register(Dispatch.ONE_TO_ALL)
     def fail(self, rank):
@@ -93,6 +99,19 @@ def test_calls_and_requests_that_fail_are_errors_of_spans_and_figures(actor, col
     named = {"group": first.attributes["bandmaster.group"], "type": "RemoteError"}
     assert figure(figures, "bandmaster_errors_total", method="Actor.fail", **named) == 1
     assert figure(figures, "bandmaster_errors_total", method="Actor.answer", **named) == 1
+
+
+def test_calls_whose_results_no_thread_reads_are_counted(actor):
+    with Telemetry(interval=0.01, budget=1.0) as telemetry:
+        actor.fail.submit(1)
+        actor.wait.submit(60).cancel()
+
+        until(lambda: len(telemetry.timeline().run.calls) == 2)
+        group = telemetry.timeline().run.calls[0].group
+        until(lambda: figure(telemetry.metrics(), "bandmaster_open_calls", group=group) == 0)
+    figures = telemetry.metrics()
+    for method, error in (("Actor.fail", "RemoteError"), ("Actor.wait", "CallCancelled")):
+        assert figure(figures, "bandmaster_errors_total", group=group, method=method, type=error) == 1
 
 
 def test_spans_of_calls_ranks_and_iterations(actor, collector):
@@ -164,10 +183,12 @@ def test_prometheus_reads_the_figures(actor):
 def test_a_trace_that_is_taken_from_does_not_grow(actor):
     with bm.trace() as trace:
         actor.answer.submit(1).result()
-        open_one = actor.answer.submit(2)
+        open_one = actor.wait.submit(60)
         assert [call.done is not None for call in trace.take()] == [True]
         assert len(trace.calls) == 1
-        open_one.result()
+        open_one.cancel()
+        with pytest.raises(bm.CallCancelled):
+            open_one.result()
         assert len(trace.take()) == 1
         assert len(trace.calls) == len(trace.take()) == 0
 

@@ -345,6 +345,17 @@ class Call(RowsResult):
         if self._note_end():
             moments.append(None)
 
+    def take_arrived(self) -> None:
+        """Take the replies that have arrived, unless another thread does so. Nothing is done about failed ranks."""
+        if not self.is_sent or self.has_ended or self.lock._is_owned():
+            return
+        if run_if_free(self.lock, self._take_arrived):
+            self._tell_if_missed()
+
+    def _take_arrived(self) -> None:
+        self._take(0.0)
+        self._note_end()
+
     def _tell_if_missed(self) -> None:
         """Have the watch look again if it found `lock` taken meanwhile, or if replies are there without a result."""
         if self.is_watched and (self._was_missed or (self.has_ended and self.done is None)):
@@ -378,6 +389,8 @@ class Call(RowsResult):
             if fenced and not self._work.has_unanswered(self.failures):
                 self.workers.resume(fenced)
                 self.failures.fenced = {}
+            if self.record is not None and self.done is None:
+                self.record.is_done(self._error(), is_read=False)
             self.has_ended = True  # last: after Ctrl-C, all of this is repeated
         return self.has_ended
 
@@ -510,8 +523,6 @@ class Call(RowsResult):
         else:
             done = collected(self._collection, self._values, self.site, self.real_rows)
         self._finish(done)
-        if self.record is not None:
-            self.record.is_done(done.error)
         if self.has_ended:
             self._work.forget(self)  # else its memory would stay in use until the next call of the group
         if self.is_watched:
@@ -519,6 +530,8 @@ class Call(RowsResult):
 
     def _finish(self, done: Done) -> None:
         """Enter the state DONE, and drop the objects that are not needed any more."""
+        if self.record is not None:
+            self.record.is_done(done.error)
         self.done = done
         self._values, self._send = {}, None
         if self._rows is None:

@@ -13,7 +13,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+from bandmaster.calls.request import CallSite
 from bandmaster.contract import Workers
+
+
+class Traced(Protocol):
+    """A call or request that a trace records.
+
+    Attributes:
+        site: Its `CallSite`.
+    """
+
+    site: CallSite
+
+    def take_arrived(self) -> None:
+        """Take the replies that have arrived, so that its record says if it has ended. It does not wait."""
 
 
 class CallTrace(Protocol):
@@ -39,8 +53,8 @@ class CallTrace(Protocol):
     def read(self, nbytes: int, way: str, source: Any, rank: int | None) -> None:
         """Record that ranks read rows that a rank has made in another call, whose record is ``source``."""
 
-    def is_done(self, error: BaseException | None) -> None:
-        """Record that the call has its result, or an error."""
+    def is_done(self, error: BaseException | None, is_read: bool = True) -> None:
+        """Record that the call has ended, with an error or without; ``is_read`` says whether it has its result."""
 
 
 class Gate:
@@ -76,10 +90,10 @@ class Hooks:
     """The hooks of all groups of this process.
 
     Attributes:
-        trace: Begins the record of a call, by group, method and workers; None as long as nothing is recorded.
+        trace: Begins the record of a call, by the call and its workers; None as long as nothing is recorded.
     """
 
-    trace: Callable[[str, str, Workers], CallTrace] | None = None
+    trace: Callable[[Traced, Workers], CallTrace] | None = None
 
 
 hooks = Hooks()

@@ -172,9 +172,11 @@ class Submitter:
         failures = Failures(workers.deaths)
         orders: Sequence[WorkerCall] = ()
         if not failures:
-            orders, call.record, call.real_rows = self._planned(request, workers, call.site)
+            orders, call.real_rows = self._planned(request, workers, call)
         with call.lock:
-            if call.request is None:  # it was cancelled meanwhile
+            if call.request is None:  # it was cancelled meanwhile, perhaps before it had a record
+                if call.record is not None and call.done is not None:
+                    call.record.is_done(call.done.error)
                 return
             try:
                 call.is_being_sent(workers, failures)
@@ -191,16 +193,16 @@ class Submitter:
                 raise
 
     def _planned(
-        self, request: CallRequest, workers: Workers, site: CallSite
-    ) -> tuple[Sequence[WorkerCall], CallTrace | None, RealRows | None]:
-        """Plan a call. Returns its orders, its record if a trace records, and the rows of ranks if it splits any."""
+        self, request: CallRequest, workers: Workers, call: Call
+    ) -> tuple[Sequence[WorkerCall], RealRows | None]:
+        """Plan a call, and begin its record if a trace records. Returns its orders, and the rows of ranks."""
         plan = request.plan if isinstance(request.plan, CallPlan) else request.plan()
         begin = hooks.trace
-        record = None if begin is None else begin(site.group, site.method, workers)
+        call.record = None if begin is None else begin(call, workers)
         if request.beside:
             plan = plan._replace(groups=(*plan.groups, ArgumentGroup((), (), request.ranks).beside(request.beside)))
         request.asks_for = request.asks_for or self.prefix + request.method
-        return orders_of(request, workers, plan, site.method, record), record, plan.real_rows
+        return orders_of(request, workers, plan, call.site.method, call.record), plan.real_rows
 
     def submit_for_each(self, request: CallRequest) -> list[Future[Any]]:
         """Send a call, with a future for each rank."""
@@ -239,7 +241,8 @@ class Submitter:
         ranks = tuple([rank for share in shares for rank in share.ranks])
         collected = tuple([rank for collection in shares.values() for rank in collection.ranks])
         whole = replace(request, ranks=ranks, collection=Collection(Gather(), collected))
-        orders, record, real_rows = ([], None, None) if failures else self._planned(whole, workers, site)
+        first = next(iter(calls.values()))
+        orders, real_rows = ([], None) if failures else self._planned(whole, workers, first)
         tickets = dict[int, Any]()
         try:
             # Ctrl-C comes when all of them are known; but where methods run meanwhile, it is for these.
@@ -250,15 +253,15 @@ class Submitter:
                 finally:
                     place = next(iter(tickets.values())).place if tickets else 0
                     for share, call in calls.items():
-                        call.real_rows, call.record = real_rows, record
+                        call.real_rows, call.record = real_rows, first.record
                         call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
                         call.is_being_sent(workers, failures if request.is_for_all else Failures(failures))
                         call.place = place
                         self.work.add(call)
                     if self.work.is_given:
                         self.work.read_in_background()
-            if orders and record is not None:
-                record.is_sent()
+            if first.record is not None:
+                first.record.is_sent()
             return [Future(call, request.owner) for call in calls.values()]
         except BaseException:  # nobody gets the futures, and ranks that fail the calls go on when all have ended them
             for call in calls.values():

@@ -137,7 +137,7 @@ class Request(RowsResult):
     def is_submitted(self) -> None:
         """Begin its record, if a trace records."""
         if hooks.trace is not None:
-            self.record = hooks.trace(self.site.group, self.site.method, self.workers)
+            self.record = hooks.trace(self, self.workers)
             self.record.is_request = True
             self.record.is_encoded(0 if self.arguments is None else self.arguments.nbytes)
 
@@ -251,7 +251,12 @@ class Request(RowsResult):
         return True
 
     def end(self) -> None:
-        """Tell those who wait that it is done. It may be called again."""
+        """Tell those who wait, and its record, that it is done. It may be called again."""
+        if self.record is not None and not self.is_done:
+            outcomes = self._outcomes()
+            for rank, outcome in outcomes.items():
+                self.record.came(rank, self.tickets[rank], outcome)
+            self.record.is_done(self._error(outcomes), is_read=False)
         self.is_done = True
         self.router.has_ended(self)
         for tell in list(self.waiters):
@@ -357,34 +362,48 @@ class Request(RowsResult):
             self.tickets, self.arguments = {}, None
         return True
 
-    def _made(self) -> Done:
+    def take_arrived(self) -> None:
+        """Take the replies that have arrived; `end` tells its record."""
+        if self.tickets:
+            self.workers.check(is_thorough=False)
+
+    def _outcomes(self) -> dict[int, Any]:
+        """The replies of the ranks that have replied."""
+        return {rank: self.workers.fetch(ticket) for rank, ticket in list(self.tickets.items()) if ticket.is_done}
+
+    def _error(self, outcomes: Mapping[int, Any]) -> BaseException | None:
+        """Its error, if it has ended with these replies."""
+        if self.done is not None:
+            return self.done.error
         if self.is_cancelled:
-            return Done(CallCancelled(f"{self.site.method} was cancelled; make the request again"))
+            return CallCancelled(f"{self.site.method} was cancelled; make the request again")
         if self._why is not None:
-            return Done(error_of(self.site, self._lost) if self._lost else self._why)
-        outcomes: dict[int, Any] = {}
-        failures: dict[int, Failure] = {}
-        for rank, ticket in self.tickets.items():
-            outcomes[rank] = outcome = self.workers.fetch(ticket)
-            if self.record is not None:
-                self.record.came(rank, ticket, outcome)
-            if isinstance(outcome, Failure):
-                failures[rank] = outcome
-        firsts = [] if failures else [replica.ranks[0] for replica in self.replicas]
-        if self.keeps_rows and not failures:
+            return error_of(self.site, self._lost) if self._lost else self._why
+        failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
+        if not failures:
+            return None
+        died = [rank for rank, failure in failures.items() if _has_died(failure)]
+        self.router.note_deaths(died)
+        return error_of(self.site, {**(self._lost if died else {}), **failures})
+
+    def _made(self) -> Done:
+        outcomes = self._outcomes()
+        if (why := self._error(outcomes)) is not None:
+            return Done(why)
+        firsts = [replica.ranks[0] for replica in self.replicas]
+        if self.keeps_rows:
             (rank,) = firsts
             self._rows = KeptRows([KeptPart(self.site.method, rank, outcomes[rank], self.workers, self.record)], None)
             return Done(is_here=False)
         values: list[Any] = []
+        failures: dict[int, Failure] = {}
         for rank in firsts:
             try:
                 values.append(decode(outcomes[rank]))
             except BaseException as error:  # the user's objects may raise anything as they are unpickled
                 failures[rank] = self._unreadable(rank, error)
         if failures:
-            died = [rank for rank, failure in failures.items() if _has_died(failure)]
-            self.router.note_deaths(died)
-            return Done(error_of(self.site, {**(self._lost if died else {}), **failures}))
+            return Done(error_of(self.site, failures))
         return Done(value=values if self.is_listed else values[0])
 
     def _brought(self, deadline: Deadline) -> Done:

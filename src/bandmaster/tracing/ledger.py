@@ -6,11 +6,12 @@ import importlib
 import itertools
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from bandmaster.calls.hooks import hooks
+from bandmaster.calls.hooks import Traced, hooks
 from bandmaster.contract import Workers
 from bandmaster.errors import UsageError
 from bandmaster.plan.render import text_table
@@ -47,17 +48,25 @@ class Trace:
     @property
     def calls(self) -> CallTable:
         """The recorded calls, in the order of submission."""
-        return CallTable(sorted(self._records, key=lambda record: record.number))
+        return CallTable(sorted(self._known(), key=lambda record: record.number))
 
-    def begin(self, group: str, method: str, workers: Workers) -> CallRecord:
+    def begin(self, call: Traced, workers: Workers) -> CallRecord:
         """Begin the record of a call that is being submitted."""
-        record = CallRecord(next(self._numbers), group, method, self._origin_ns, workers)
+        record = CallRecord(next(self._numbers), call, workers, self._origin_ns)
         self._records.append(record)
         return record
 
+    def _known(self) -> list[CallRecord]:
+        """The records, which say of calls that have ended that they have, though no thread waits for them."""
+        known = self._records[:]
+        for record in known:
+            if record.done is None:
+                record.look_for_end()
+        return known
+
     def take(self) -> CallTable:
         """Remove the calls that have ended, and return them: a trace that stays open for long does not grow then."""
-        known = self._records[:]
+        known = self._known()
         ended = {record.number for record in known if record.done is not None}
         self._records[: len(known)] = [record for record in known if record.number not in ended]
         return CallTable(record for record in known if record.number in ended)
@@ -78,15 +87,20 @@ class Trace:
     def summary(self) -> str:
         """A table of the methods: the number of their calls, and the share of each phase in their time.
 
-        ``send`` is planning, encoding and sending in the controller; ``wait`` is the longest queueing time of a rank;
-        ``run`` is the mean running time of the ranks; ``skew`` is the excess of the slowest rank over that mean;
-        ``return`` is the rest: encoding, moving and joining of values.
+        ``send`` is planning, encoding and sending in the controller; ``wait`` is the longest queueing time of a rank,
+        and the wait of a request for a place; ``run`` is the mean running time of the ranks; ``skew`` is the excess of
+        the slowest rank over that mean; ``return`` is the rest: encoding, moving and joining of values. A method of
+        several groups has a line for each.
         """
-        by_method: dict[str, list[CallRecord]] = {}
-        for record in self._records:
+        by_method: dict[tuple[str, str], list[CallRecord]] = {}
+        for record in self.calls:
             if record.seconds is not None and record.ranks:
-                by_method.setdefault(record.method, []).append(record)
-        rows = [[method, *_shares(records)] for method, records in by_method.items()]
+                by_method.setdefault((record.group, record.method), []).append(record)
+        n_groups = Counter(method for _, method in by_method)
+        rows = [
+            [method if n_groups[method] == 1 else f"{method} of {group}", *_shares(records)]
+            for (group, method), records in by_method.items()
+        ]
         return text_table("methods", ["method", "calls", "s", "send", "wait", "run", "skew", "return", "bytes"], rows)
 
     def timeline(self) -> Picture:
@@ -120,7 +134,7 @@ def trace(path: str | Path | None = None) -> Trace:
         tables of calls, and ``print(trace)`` shows the share of each phase in the time of each method.
 
     Raises:
-        UsageError: Another trace is open; or there is no folder for the file.
+        UsageError: Another trace is open; the path is a folder; or there is no folder for the file.
 
     Example:
         >>> import bandmaster as bm
@@ -136,6 +150,8 @@ def trace(path: str | Path | None = None) -> Trace:
     """
     if hooks.trace is not None:
         raise UsageError("a trace is already open; stop() it, or leave its with block, before the next one begins")
+    if path is not None and Path(path).is_dir():
+        raise UsageError(f"cannot write the trace to {str(path)!r}: it is a folder; name a file in it")
     if path is not None and not (folder := Path(path).parent).is_dir():
         raise UsageError(f"cannot write the trace to {path}: there is no folder {folder}; make it first")
     Trace.last = made = Trace(path)
@@ -157,9 +173,10 @@ def calls_of(group: str) -> CallTable:
 def _shares(records: Sequence[CallRecord]) -> list[str]:
     """The columns of a method in the summary."""
     total = sum(record.seconds or 0.0 for record in records)
-    send = sum((record.sent or record.encoded) - record.begun for record in records)
+    send = sum((record.encoded if record.is_request else record.sent) - record.begun for record in records)
     ranks = [record.ranks.values() for record in records]
     wait = sum(max(times.queued for times in each) for each in ranks)
+    wait += sum(record.sent - record.encoded for record in records if record.is_request)
     run = sum(mean_of(each, "ran") or 0.0 for each in ranks)
     skew = sum(max(times.ran for times in each) for each in ranks) - run
     parts = [send, wait, run, skew, max(0.0, total - send - wait - run - skew)]

@@ -15,7 +15,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from time import monotonic_ns
 from types import MappingProxyType
 from typing import NamedTuple
+from weakref import ref
 
+from bandmaster.calls.hooks import Traced
 from bandmaster.codec import Payload
 from bandmaster.contract import TIMES, Kept, Ticket, Workers
 from bandmaster.errors.failure import Failure, summary_of
@@ -59,7 +61,8 @@ class CallRecord:
         begun: Time of submission.
         encoded: Time when its arguments were planned and encoded.
         sent: Time when it was sent to the last rank; a rank may reply earlier.
-        done: Time when it had its result or its error; None before.
+        done: Time when it had its result or its error, or of its last reply as long as no thread reads the result; None
+            before.
         error: Type and first line of its error; "" if it has none.
         sent_nbytes: Bytes of arguments that the controller has encoded, each payload once.
         returned_nbytes: Bytes of values that the controller received.
@@ -72,10 +75,9 @@ class CallRecord:
 
     Args:
         number: Its number in the trace.
-        group: Name of the group.
-        method: ``"Class.method"``.
-        origin_ns: The beginning of the trace on the monotonic clock.
+        call: The call; the record does not keep it alive.
         workers: The workers that run the call.
+        origin_ns: The beginning of the trace on the monotonic clock.
     """
 
     error = ""
@@ -85,9 +87,9 @@ class CallRecord:
     is_request = False
     versions: Mapping[int, int] = MappingProxyType({})
 
-    def __init__(self, number: int, group: str, method: str, origin_ns: int, workers: Workers) -> None:
-        self.number, self.group, self.method = number, group, method
-        self._origin_ns, self._workers = origin_ns, workers
+    def __init__(self, number: int, call: Traced, workers: Workers, origin_ns: int) -> None:
+        self.number, self.group, self.method = number, call.site.group, call.site.method
+        self._call, self._workers, self._origin_ns = ref(call), workers, origin_ns
         self.begun = self.encoded = self.sent = self._seconds(monotonic_ns())
         self.done: float | None = None
         self._raw: dict[int, tuple[bytes, int]] = {}  # by rank, `Ticket.times`
@@ -104,7 +106,7 @@ class CallRecord:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from submission to the result; None before the result is there."""
+        """Seconds from submission to `done`; None before."""
         return None if self.done is None else self.done - self.begun
 
     @property
@@ -130,11 +132,19 @@ class CallRecord:
         """Record that the call is sent."""
         self.sent = self._seconds(monotonic_ns())
 
-    def is_done(self, error: BaseException | None) -> None:
-        """Record that the call has its result, or an error."""
+    def is_done(self, error: BaseException | None, is_read: bool = True) -> None:
+        """Record that the call has ended, with an error or without; ``is_read`` says whether it has its result."""
         if error is not None:
             self.error = summary_of(error).partition("\n")[0]
-        self.done = self._seconds(monotonic_ns())
+        replied_ns = [] if is_read else [received_ns for _, received_ns in self._raw.values()]
+        self.done = self._seconds(max(replied_ns, default=0) or monotonic_ns())
+
+    def look_for_end(self) -> None:
+        """Record that the call has ended if it has, though no thread waits for it, or it was dropped."""
+        if (call := self._call()) is not None:
+            call.take_arrived()
+        elif self.done is None:
+            self.is_done(None, is_read=False)
 
     def came(self, rank: int, ticket: Ticket, value: Payload | Kept | Failure | None) -> None:
         """Record the reply of a rank."""
