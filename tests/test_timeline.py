@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ends import until
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
@@ -170,6 +171,37 @@ def test_the_last_seconds_of_a_run():
     assert len(Timeline(Run(tuple(calls))).run.calls) == 10
 
 
+@pytest.mark.parametrize("last", ["x", -1, float("nan")])
+def test_seconds_of_a_run_that_are_no_number_are_an_error(last):
+    with bm.trace() as trace:
+        pass
+    with pytest.raises(bm.UsageError, match=f"last must be a non-negative number of seconds or None, got {last!r}"):
+        Timeline.of(trace, last=last)
+
+
+class Gate(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def wait_for(self, gate):
+        while not gate.exists():
+            time.sleep(0.01)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def note(self):
+        pass
+
+
+@pytest.mark.backends("local")
+def test_the_stall_of_a_call_under_way_is_in_the_picture(backend, tmp_path):
+    with bm.ResourcePool([2], backend=backend) as pool, bm.trace() as trace:
+        future = bm.WorkerGroup(pool, Gate).wait_for.options(stall_after=1.5).submit(tmp_path / "gate")
+        until(lambda: [stall for stall in bm.stalls() if stall.at > trace.began])
+        run = trace.timeline().run
+        (tmp_path / "gate").touch()
+        future.result()
+    (stall,) = run.stalls
+    assert run.end == stall.at - trace.began > 1.5
+
+
 def test_stalls_are_in_the_picture(tmp_path):
     moments = {rank: Moments(0.0, 0.0, 5.0, 5.0, 5.0) for rank in range(2)}
     stall = bm.Stall("g", "G.run", (0, 1), 2.0, "rank 1 holds up the others", 104.0, (1,))
@@ -253,6 +285,23 @@ def test_a_run_without_a_bottleneck_says_what_it_did(scenes):
     assert told.startswith("Actor.update runs for 100 % of the time, and no cause of delay stands out; the controller")
 
 
+def small_calls(n, ran):
+    """Calls that were submitted together, and ran one after the other, 0.1 ms apart."""
+    moments = [Moments(*[at] * 2, *[at + ran] * 3) for at in (number * (ran + 1e-4) for number in range(n))]
+    return [Call(n, "g", "G.run", 0.0, 0.0, 0.0, one.received, {0: one}) for n, one in enumerate(moments)]
+
+
+def test_small_calls_cost_no_more_than_the_run():
+    (found,) = findings(small_calls(50, ran=1e-5))
+    assert found.kind == "small"
+    assert 0.9 < found.share < 0.91
+    assert "each works for 0.01 ms and costs 0.098 ms more (91 %)" in found.text
+
+
+def test_calls_that_were_submitted_ahead_are_not_small():
+    assert not any(finding.kind == "small" for finding in findings(small_calls(30, ran=5e-4)))
+
+
 # --- ranks that others wait for inside of a method ---
 
 
@@ -302,6 +351,27 @@ def test_a_rank_is_named_only_if_it_is_mostly_the_one_that_is_missing(scenes):
     assert (found.kind, found.ranks) == ("slow", (3,))
     assert awaited(run.calls, samples_of(0, 1, 2, 3, 0, 1)) == []
     assert awaited(run.calls, samples_of(3, 3)) == [], "too few"
+
+
+def test_calls_that_were_submitted_together_wait_for_a_rank_no_longer_than_the_run():
+    from bandmaster.timeline.waits import awaited
+
+    moments = [{rank: Moments(*[n] * 2, *[n + 1.0] * 3) for rank in range(4)} for n in range(5)]
+    calls = [Call(n, "g", "G.run", 0.0, 0.0, 0.0, n + 1.0, ranks) for n, ranks in enumerate(moments)]
+    (found,) = awaited(calls, samples_of(3, 3, 3))
+    assert found.share == pytest.approx(1.0)
+    assert "(100 %)" in found.text
+
+
+@pytest.mark.backends("local")
+def test_a_call_that_no_thread_reads_hides_no_later_one(backend, tmp_path):
+    with bm.ResourcePool([2], backend=backend) as pool, bm.trace() as trace, Waits(trace, interval=0.01) as waits:
+        group = bm.WorkerGroup(pool, Gate)
+        group.note.submit()
+        future = group.wait_for.submit(tmp_path / "gate")
+        until(lambda: any(sample.call == trace.calls[-1].number for sample in waits.samples))
+        (tmp_path / "gate").touch()
+        future.result()
 
 
 def test_looks_that_follow_too_closely_are_an_error():

@@ -320,20 +320,19 @@ def _controller(known: _Known, small: Sequence[Call]) -> Finding:
 
 
 def _small(group: str, method: str, calls: Sequence[Call], total: float) -> list[Finding]:
-    """Many calls that cost more than they do."""
-    ran = [max(times.ran - times.decoded for times in call.moments.values()) for call in calls]
-    lasted = [(call.done or 0.0) - call.begun for call in calls]
-    usual, usual_ran = statistics.median(lasted), statistics.median(ran)
-    is_costly = usual < SHORT_S and usual - usual_ran > usual_ran / 2
+    """Many calls that cost more than they do. While one of them works, those submitted behind it cost nothing."""
+    work = merged((times.decoded, times.ran) for call in calls for times in call.moments.values())
+    ran = length(work)
+    lost = length(merged([*work, *((call.begun, call.finish) for call in calls)])) - ran
+    is_costly = ran + lost < SHORT_S * len(calls) and lost > ran / 2
     if len(calls) < MANY or not is_costly or statistics.median(map(_nbytes, calls)) >= LARGE_NBYTES:
         return []
-    lost = sum(lasted) - sum(ran)
-    each, work = 1000 * lost / len(calls), 1000 * sum(ran) / len(calls)
+    each, work_ms = 1000 * lost / len(calls), 1000 * ran / len(calls)
     text = (
-        f"{len(calls):,} calls of {method} are small: each works for {work:.2g} ms and costs {each:.2g} ms more "
+        f"{len(calls):,} calls of {method} are small: each works for {work_ms:.2g} ms and costs {each:.2g} ms more "
         f"({percent(lost / total)})"
     )
-    return [Finding("small", min(1.0, lost / total), text, group, method)]
+    return [Finding("small", lost / total, text, group, method)]
 
 
 def _longest(calls: Sequence[Call]) -> tuple[str, float]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from bandmaster import CallRecord, Stall, Trace, stalls
+from bandmaster import CallRecord, Stall, Trace, UsageError, stalls
 
 Rank = tuple[str, int]  # the group's name and the rank
 
@@ -95,6 +96,8 @@ class Run:
     @classmethod
     def of(cls, trace: Trace, last: float | None = None) -> Run:
         """The run that a trace has recorded, or the calls of its last seconds; calls may still be under way."""
+        if last is not None and not (isinstance(last, int | float) and last >= 0):  # nan is not
+            raise UsageError(f"last must be a non-negative number of seconds or None, got {last!r}")
         records = list(trace.calls)
         calls = [Call.of(record) for record in records]
         end = max([call.end for call in calls], default=0.0)
@@ -103,7 +106,8 @@ class Run:
             for rank in record.replied:
                 if (record.group, rank) not in places:
                     places[record.group, rank] = record.place(rank)
-        noticed = [stall for stall in stalls() if trace.began <= stall.at <= trace.began + end + 1.0]
+        until = math.inf if any(call.done is None for call in calls) else trace.began + end + 1.0
+        noticed = [stall for stall in stalls() if trace.began <= stall.at <= until]
         if last is not None:
             calls = [call for call in calls if call.end >= end - last]
         return cls(tuple(calls), places, tuple(noticed), trace.began)
@@ -120,8 +124,8 @@ class Run:
 
     @property
     def end(self) -> float:
-        """The end of the last call."""
-        return max([call.end for call in self.calls], default=0.0)
+        """The end of the last call, or the last notice of a call under way that makes no progress."""
+        return max([*(call.end for call in self.calls), *(stall.at - self.began for stall in self.stalls)], default=0.0)
 
 
 def named(ranks: Iterable[int]) -> str:

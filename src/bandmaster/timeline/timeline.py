@@ -45,6 +45,9 @@ class Timeline:
         Args:
             trace: The trace; it may still be open.
             last: Show the calls of so many last seconds only.
+
+        Raises:
+            UsageError: ``last`` is neither None nor a number of 0 or more.
         """
         return cls(Run.of(trace, last))
 
