@@ -6,6 +6,8 @@ import itertools
 import os
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -836,6 +838,29 @@ def test_tasks_take_turns(actor, critic):
 async def _enter_blocking(group):
     with group.turn():
         pass
+
+
+ENDS_MEANWHILE = """
+import asyncio, threading
+import bandmaster as bm
+
+pool, waits = bm.ResourcePool([1], backend="inprocess"), threading.Event()
+first, second = bm.WorkerGroup(pool, bm.Worker), bm.WorkerGroup(pool, bm.Worker)
+
+async def wait():
+    asyncio.get_running_loop().call_soon(waits.set)  # called as soon as this awaits something
+    async with second.turn():
+        pass
+
+first.turn().__enter__()
+threading.Thread(target=lambda: asyncio.run(wait()), daemon=True).start()
+waits.wait()
+"""
+
+
+def test_a_program_ends_while_a_task_of_a_daemon_thread_waits_for_a_turn():
+    done = subprocess.run([sys.executable, "-c", ENDS_MEANWHILE], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # --- any sequence ---
