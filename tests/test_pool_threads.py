@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import signal
 import sys
 import threading
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from ctrl_c import pressed
+from ends import runs, until
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
@@ -29,6 +31,15 @@ class Holder(bm.Worker):
     def wait_for(self, gate):
         while not gate.exists():
             time.sleep(0.01)
+
+
+class Slow(bm.Worker):
+    """Its constructor leaves a file with the name of its process, and waits for the gate."""
+
+    def __init__(self, gate, folder):
+        (folder / str(os.getpid())).touch()
+        while not gate.exists():
+            time.sleep(0.01)  # polling for a file of the test
 
 
 @pytest.fixture
@@ -150,6 +161,33 @@ def test_a_pool_that_is_closed_while_groups_are_made_on_it_keeps_none(gpus):
             assert isinstance(made, bm.ClosedError)
         with bm.ResourcePool([N_GPUS], backend="inprocess", use_gpu=True):
             pass  # all were given back
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("close_all", [False, True])
+def test_workers_that_another_thread_constructs_end_with_their_pool(zygote, gate, tmp_path, is_restarted, close_all):
+    folder, pool = tmp_path / "started", bm.ResourcePool([2], backend="local")
+    folder.mkdir()
+
+    def make():
+        return bm.WorkerGroup(pool, Slow, gate, folder)
+
+    with ThreadPoolExecutor(1) as threads:
+        n_before = 0
+        if is_restarted:
+            gate.touch()
+            make = make().restart
+            gate.unlink()
+            n_before = 2
+        making = threads.submit(make)
+        try:
+            until(lambda: len(list(folder.iterdir())) == n_before + 2)
+            (bm.close_all if close_all else pool.close)()
+            assert not [path.name for path in folder.iterdir() if runs(int(path.name))]
+            with pytest.raises(bm.ClosedError, match="group 'Slow' was closed; make a new WorkerGroup"):
+                making.result(TIMEOUT_S)
+        finally:
+            gate.touch()
 
 
 def test_groups_of_one_name_give_back_a_place_each():

@@ -174,7 +174,7 @@ class GroupOf(AnyGroup, Generic[W]):
     def _start(self, launch: Launch) -> None:
         """Start the workers. Subclasses extend the launch with options that users cannot set."""
         backend = get_backend(self._pool._lease.backend)
-        start_workers(backend, launch, self._constructor, self._ownership.set_workers)
+        start_workers(backend, launch, self._constructor, self._ownership)
 
     def restart(self, state: Any = None) -> None:
         """End all workers, even busy ones, and start and construct new ones on the same slots.

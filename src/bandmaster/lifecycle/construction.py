@@ -30,7 +30,8 @@ from bandmaster.contract import (
     WorkerCall,
     Workers,
 )
-from bandmaster.errors import CallTimeout, ConstructorError, RemoteError
+from bandmaster.errors import CallTimeout, ConstructorError, RemoteError, WorkerDied
+from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.plan.arguments import CallPlan
 from bandmaster.platform.deadline import Deadline
 
@@ -79,16 +80,17 @@ def _watched(launch: Launch, n_ranks: int) -> Iterator[Start]:
         yield start
 
 
-def start_workers(backend: Backend, launch: Launch, constructor: Payload, own: Callable[[Workers], object]) -> None:
+def start_workers(backend: Backend, launch: Launch, constructor: Payload, ownership: Ownership) -> None:
     """Start a process on every slot and construct all workers concurrently. If one fails, all of them are ended.
 
     Args:
         backend: The backend that starts the processes.
         launch: The group, its slots and options.
         constructor: The encoded ``(cls, args, kwargs)``.
-        own: Takes ownership of the running workers. Until it returns, they are stopped if anything is raised.
+        ownership: Owns the workers once their processes run, and has them called once they are constructed.
 
     Raises:
+        ClosedError: Another thread has closed the group, and so ended the workers.
         ConstructorError: A constructor raised, or a module of ``launch.preload`` could not be imported.
         WorkerDied: A process ended before its worker was constructed.
         CallTimeout: The processes did not start, or the constructors did not end, in time.
@@ -98,11 +100,14 @@ def start_workers(backend: Backend, launch: Launch, constructor: Payload, own: C
     try:
         with _watched(launch, len(launch.slots)) as start:
             workers = backend.start(launch)
+            ownership.own(workers)
             _Construction(workers, launch, tuple(range(len(launch.slots))), start).run(constructor)
-        own(workers)
-    except BaseException:
+        ownership.set_workers(workers)
+    except BaseException as error:
         if workers is not None:
             workers.stop(NOT_STARTED)
+        if isinstance(error, WorkerDied):
+            ownership.check()
         raise
 
 

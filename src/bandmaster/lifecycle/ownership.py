@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from bandmaster.contract import Workers
+from bandmaster.contract import CLOSED, Workers
 from bandmaster.errors import ClosedError, UsageError
 from bandmaster.platform.forks import n_forks
 
@@ -30,6 +30,7 @@ class Ownership:
     Attributes:
         name: The group's name, for messages.
         why_closed: The reason why the group was closed, or the next step, for messages.
+        why_stopped: What the workers' death is put down to once they are released.
 
     Args:
         group: The group; only a weak reference to it is kept.
@@ -38,9 +39,10 @@ class Ownership:
 
     def __init__(self, group: object, name: str) -> None:
         self.name = name
-        self.why_closed = "; make a new WorkerGroup"
+        self.why_closed, self.why_stopped = "; make a new WorkerGroup", CLOSED
         self._n_forks = n_forks()
-        self._workers: Workers | None = None
+        self._workers: Workers | None = None  # those that can be called
+        self._started: Workers | None = None  # those that run; at first, and in a restart, they are being constructed
         self._when_closed: list[Callable[[], object]] = []
         self._end = weakref.finalize(group, self._release)
 
@@ -53,17 +55,21 @@ class Ownership:
         """Call a function, such as one that releases the group's slots, when the workers were stopped for good."""
         self._when_closed.append(step)
 
-    def set_workers(self, workers: Workers) -> None:
+    def own(self, workers: Workers) -> None:
         """Take ownership of running workers. The caller has stopped any earlier ones.
 
         Raises:
             ClosedError: The group was closed meanwhile; the workers were stopped.
         """
-        self._workers = workers
+        self._started = workers
         if not self.is_open:
-            self._workers = None
-            workers.stop()
+            self._stop()
             self.check()
+
+    def set_workers(self, workers: Workers) -> None:
+        """Take ownership of running workers as `own` does, and have them called from here on: they are constructed."""
+        self._workers = workers
+        self.own(workers)
 
     def check(self) -> None:
         """Raise if the workers cannot be used by this process.
@@ -132,10 +138,10 @@ class Ownership:
             raise
 
     def _stop(self) -> None:
-        workers = self._workers
+        workers = self._started
         if workers is not None:
-            workers.stop()
-            self._workers = None
+            workers.stop(self.why_stopped)
+            self._started = self._workers = None
 
     def _tell_of_end(self) -> None:
         for step in self._when_closed:

@@ -87,12 +87,8 @@ class StartedGroup(CoreGroup):
 
     def close(self) -> None:
         """End the workers, also those whose handles are kept, except detached ones; release their slots."""
-        if self._ownership.is_open and not self._is_detached:
-            try:
-                workers = self._ownership.workers()
-            except UsageError:  # this is a fork of the controller, in which closing does nothing
-                return
-            workers.stop(ENDED)
+        if not self._is_detached:
+            self._ownership.why_stopped = ENDED
         super().close()
 
 
