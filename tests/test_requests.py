@@ -36,7 +36,7 @@ class Rollout(bm.Worker):
     async def chat(self, prompt, factor=2):
         return self.rank, prompt * factor
 
-    @register(Dispatch.REQUEST, concurrency=3)
+    @register(Dispatch.REQUEST, concurrency=3, is_idempotent=True)
     async def hold(self, folder, name=""):
         """Show that it has begun, and stay until the file "gate" is there."""
         self.inside += 1
@@ -1337,6 +1337,15 @@ def test_requests_that_are_sent_again(make_group, tmp_path, is_awaited):
     with pytest.raises(bm.WorkerDied, match=r"die_again lost its process on rank .*, and on rank .: ") as caught:
         ask(group.die_again.options(retries=1)())
     assert sorted([first, second, *caught.value.failures]) == [0, 1, 2, 3]
+
+
+def test_a_request_of_a_replica_that_is_replaced_is_sent_again(make_group, gate):
+    group = make_group(1, Rollout)
+    held = group.hold.options(retries=1)(gate.folder, "0")
+    gate.wait_for("0")
+    group.replace(0)
+    gate.open()
+    assert held.result(DEADLINE) == 0
 
 
 @pytest.mark.backends("local")  # the process has to be one of this host

@@ -122,7 +122,7 @@ class HostWorkers(LaneClient):
         if self.is_stopped:
             raise ClosedError(self._why_closed)
         if rank in self.processes:
-            self._kill([rank], REPLACED)
+            self._kill([rank], REPLACED, FailureKind.DIED)
         self._start_process(rank, time.monotonic())
         if rank == 0:
             self.announce(self.rendezvous)
@@ -217,11 +217,11 @@ class HostWorkers(LaneClient):
         """The device of a worker, which sees its own GPUs alone; "cpu" where Ray was told of GPUs that do not exist."""
         return "cuda:0" if self._place.gpus.get(rank) and has_gpus() else "cpu"
 
-    def _kill(self, ranks: Sequence[int], why: str) -> None:
+    def _kill(self, ranks: Sequence[int], why: str, kind: FailureKind = FailureKind.CANCELLED) -> None:
         """Kill the processes of ranks, with all processes that they started."""
         with self.lock:
             for rank in ranks:
-                self.note_death(rank, replace(self._death(rank, why), kind=FailureKind.CANCELLED))
+                self.note_death(rank, replace(self._death(rank, why), kind=kind))
         self._zygote.end([self.processes[rank] for rank in ranks], 0.0)
 
     def _how_it_died(self, rank: int) -> Failure:

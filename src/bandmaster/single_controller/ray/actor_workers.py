@@ -239,7 +239,7 @@ class ActorWorkers:
     def replace(self, rank: int) -> None:
         """Kill the actor of a rank and start a new one on its slot."""
         if rank in self.actors:
-            self._kill([rank], REPLACED)
+            self._kill([rank], REPLACED, FailureKind.DIED)
         try:
             self.actors[rank] = self._start_actor(replace(self._launch, is_again=True), rank)
             with self._lock:
@@ -491,11 +491,11 @@ class ActorWorkers:
     def _can_call_ray(self) -> bool:
         return not self._client.is_stopped and self._session.is_current
 
-    def _kill(self, ranks: Sequence[int], why: str) -> None:
+    def _kill(self, ranks: Sequence[int], why: str, kind: FailureKind = FailureKind.CANCELLED) -> None:
         """Kill the actors of ranks at once."""
         for rank in ranks:
             with self._lock:
-                self._client.note_death(rank, replace(self._death(rank, why), kind=FailureKind.CANCELLED))
+                self._client.note_death(rank, replace(self._death(rank, why), kind=kind))
             if self._session.is_current:
                 ray.kill(self.actors[rank])
             self._has_lane.discard(rank)
