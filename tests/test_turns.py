@@ -51,6 +51,11 @@ class Plain(bm.Worker):
         return row
 
     @register(Dispatch.REQUEST)
+    async def parts(self, n):
+        for part in range(n):
+            yield part
+
+    @register(Dispatch.REQUEST)
     def each_after(self, gate, row):
         self.wait_for(gate, "made a row")
         return row
@@ -549,6 +554,20 @@ def test_a_stream_goes_on_in_the_turns_of_its_group_alone(actor, critic, log):
         assert critic.run([1]) == [2]
     with actor.turn():
         assert "a closed" in log.of_rank_0(), "the generator lets go of what it holds"
+
+
+@pytest.mark.backends("local")  # where the event loop of a worker is a thread of its own process
+def test_a_turn_that_waits_for_an_open_stream_of_a_rivals_request_says_so(actor, critic):
+    with actor.turn():
+        stream = actor.parts.options(maxsize=1).stream(9)
+        found = [next(stream)]
+    with pytest.raises(bm.CallTimeout) as late:
+        critic.turn(timeout=0.05).__enter__()
+    message = rf"Model.parts has not ended on rank \d within 0.05 s; a stream of group '{actor.name}' is open; read it"
+    assert re.match(message, str(late.value))
+    assert [*found, *stream] == list(range(9)), "it goes on"
+    with critic.turn(timeout=DEADLINE_S):
+        pass
 
 
 @pytest.mark.backends("inprocess", "local")

@@ -134,6 +134,10 @@ class Future(Handle, Generic[T]):
         """Wait for what this is the future of; False if the time is over before."""
         return self._call.wait(timeout_s)
 
+    def _late(self, timeout_s: float) -> CallTimeout:
+        """The `CallTimeout` to raise after a wait of ``timeout_s``."""
+        return self._call.late(timeout_s)
+
     def _waited_for(self) -> WaitedFor:
         """The facts about this call for the notes of a KeyboardInterrupt."""
         first = awaited([self._call])
@@ -142,7 +146,7 @@ class Future(Handle, Generic[T]):
     def _check_debugged(self, timeout_s: float | None) -> None:
         """Raise `CallTimeout`, unless a rank is in a debugger: then the deadline begins anew."""
         assert timeout_s is not None, "only a deadline ends the wait early"
-        late = self._call.late(timeout_s)
+        late = self._late(timeout_s)
         late.future = self
         if not (timeout_s and late.is_debugged):
             raise late from None

@@ -56,7 +56,7 @@ class RequestFuture(Future[T]):
                     finally:
                         timer.cancel()
                     if not (deadline.left() or request.has_news):  # else another task has taken the item
-                        late = yield from reader.loop.run_in_executor(None, request.late, timeout_s)
+                        late = yield from reader.loop.run_in_executor(None, self._late, timeout_s)
                         if not late.is_debugged:
                             late.future = self
                             late.has_cancelled()

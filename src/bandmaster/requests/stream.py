@@ -101,11 +101,18 @@ class GeneratorRequest(Request):
         return self._n_come > 0 and not self.readers
 
     def late(self, timeout_s: float) -> CallTimeout:
-        """The `CallTimeout` to raise after a wait of ``timeout_s``."""
+        """The `CallTimeout` to raise after a wait of ``timeout_s`` for the end of the generator."""
+        what_next = f"a stream of group {self.site.group!r} is open; read it to its end, or close it"
+        return super().late(timeout_s) if self.is_cancelled else self._late(timeout_s, "has not ended on", what_next)
+
+    def without_item(self, timeout_s: float) -> CallTimeout:
+        """The `CallTimeout` with which the stream closes after a wait of ``timeout_s`` for an item."""
+        return self._late(timeout_s, "got no item from", "the stream was closed; iterate over a new one")
+
+    def _late(self, timeout_s: float, what: str, what_next: str) -> CallTimeout:
         if not self.replicas:
             return super().late(timeout_s)
-        ranks = ", ".join(map(str, self.missing))
-        what, what_next = f"got no item from rank {ranks}", "the stream was closed; iterate over a new one"
+        what = f"{what} rank {', '.join(map(str, self.missing))}"
         return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks(), what_next, what)
 
 
@@ -116,6 +123,9 @@ class _NextItem(RequestFuture[None]):
 
     def _has_come(self, timeout_s: float | None) -> bool:
         return self._call.wait_for_news(timeout_s)
+
+    def _late(self, timeout_s: float) -> CallTimeout:
+        return self._call.without_item(timeout_s)
 
     def __await__(self) -> Generator[Any, None, None]:
         """Wait for it in an event loop."""
