@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -453,6 +454,26 @@ def _cancel_the_task(group):
     asyncio.run(main())
 
 
+def _drop_a_closed_event_loop(group):
+    async def read(began):
+        async for _ in group.wait.stream():
+            began.set()
+
+    async def begin():
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # else it tells of the task
+        began = asyncio.Event()
+        reading = asyncio.ensure_future(read(began))
+        await began.wait()
+        return weakref.ref(reading)
+
+    loop = asyncio.new_event_loop()
+    reading = loop.run_until_complete(begin())
+    loop.close()
+    del loop
+    gc.collect()
+    assert reading() is None
+
+
 def _be_late(group):
     stream = group.wait.options(timeout=0.1).stream()
     assert next(stream) == "first"
@@ -504,7 +525,7 @@ def _raise(group):
 
 
 ENDS = [_close, _leave_the_block, _break, _break_out_of_async, _cancel_the_task, _be_late, _be_late_in_a_loop]
-ENDS += [_cancel_the_group, _close_in_another_thread, _raise]
+ENDS += [_cancel_the_group, _close_in_another_thread, _raise, _drop_a_closed_event_loop]
 
 
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)

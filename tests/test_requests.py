@@ -1457,6 +1457,44 @@ def test_a_group_is_collected_though_an_event_loop_was_closed_before_its_request
         gc.collect()
 
 
+def test_a_request_is_cancelled_with_a_task_that_goes_with_its_closed_event_loop(make_group, gate):
+    group = make_group(1, Rollout)
+
+    async def begin():
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # else it tells of the task
+        task = asyncio.ensure_future(awaited(group.hold(gate.folder, "0")))
+        await gate.awaits("0")
+        return weakref.ref(task)
+
+    loop = asyncio.new_event_loop()
+    task = loop.run_until_complete(begin())
+    loop.close()
+    del loop
+    deadline = time.monotonic() + DEADLINE
+    while task() is not None:  # the thread of the gate may not have returned yet
+        assert time.monotonic() < deadline
+        gc.collect()
+    assert group.take_counts.options(timeout=DEADLINE)() == [(1, 1)]
+
+
+def test_a_task_that_awaits_a_request_is_not_collected_while_its_event_loop_runs(make_group, gate):
+    group, answered = make_group(1, Rollout), []
+
+    async def ask():
+        answered.append(await group.hold(gate.folder, "0"))
+
+    async def main():
+        asyncio.ensure_future(ask())  # noqa: RUF006  # nothing else refers to it
+        await gate.awaits("0")
+        gc.collect()
+        gate.open()
+        while not answered:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE))
+    assert answered == [0]
+
+
 def test_requests_that_are_late_at_the_same_time(group, gate):
     async def ask(n):
         with pytest.raises(bm.CallTimeout):

@@ -347,6 +347,7 @@ class WorkerGroup(GroupOf[Any]):
             all slots released.
         PlacementError: The pool does not fit, a slot already holds as many groups as it may, or a process did not
             start.
+        ClosedError: The pool was closed, perhaps by another thread meanwhile, which has ended the workers.
         ResourceError: There is no descriptor, process or thread for a worker, or the working directory was removed.
     """
 

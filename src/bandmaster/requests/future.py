@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 from typing import Any, NoReturn, TypeVar
+from weakref import ref
 
 from bandmaster.calls.future import Future
 from bandmaster.errors import CallTimeout, ResourceError
@@ -50,7 +51,7 @@ class RequestFuture(Future[T]):
                     if timeout_s is None:
                         yield from waiter
                         continue
-                    deadline, timer = Deadline(timeout_s), reader.loop.call_later(timeout_s, reader.tell, waiter)
+                    deadline, timer = Deadline(timeout_s), reader.loop.call_later(timeout_s, reader.tell, ref(waiter))
                     try:
                         yield from waiter
                     finally:

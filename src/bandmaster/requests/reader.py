@@ -13,13 +13,14 @@ from bandmaster.contract import Workers
 from bandmaster.requests.request import Request
 
 _READER = "_bandmaster_reader"  # attribute of event loops
+_AWAITED = "_bandmaster_awaited"  # another one: the futures of `LoopReader.add`, and so the tasks that await them
 
 
 class LoopReader:
     """Reads the replies of the workers that requests of one event loop wait for, when something has arrived.
 
-    It is an attribute of its event loop, as it refers to futures which refer to that: a table of them by event loop,
-    though it had weak keys, would keep all that requests refer to which were open as their event loop ended.
+    Open requests refer to it, and it refers to its event loop and to futures weakly: a task that awaits a request, and
+    whose event loop was closed, is collected with that, and then the request is cancelled.
 
     Args:
         loop: The event loop.
@@ -27,7 +28,8 @@ class LoopReader:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = ref(loop)  # which has this
-        self._arrived: deque[asyncio.Future[None]] = deque()  # that `tell` was called with
+        setattr(loop, _AWAITED, set())
+        self._arrived: deque[ref[asyncio.Future[None]]] = deque()  # that `tell` was called with
         self._soon: deque[Callable[[], object]] = deque()
         self._requests: dict[Request, None] = {}  # those that are waited for
         self._watched: dict[int, Workers] = {}  # by the descriptor that shows arrivals
@@ -52,11 +54,13 @@ class LoopReader:
 
     def add(self, request: Request) -> asyncio.Future[None]:
         """Read until a request has news. Returns the future that is done then, or when `tell` is called with it."""
-        waiter: asyncio.Future[None] = self.loop.create_future()
-        request.waiters.append(partial(self.tell, waiter))
+        loop = self.loop
+        waiter: asyncio.Future[None] = loop.create_future()
+        getattr(loop, _AWAITED).add(waiter)
+        request.waiters.append(partial(self.tell, ref(waiter)))
         self._add(request)
         if request.has_news:
-            self.tell(waiter, request)
+            self.tell(ref(waiter), request)
         return waiter
 
     def watch(self, request: Request) -> None:
@@ -87,11 +91,11 @@ class LoopReader:
             for fd in watched:
                 self.loop.remove_reader(fd)
 
-    def tell(self, waiter: asyncio.Future[None], request: Request | None = None) -> None:
+    def tell(self, waiter: ref[asyncio.Future[None]], request: Request | None = None) -> None:
         """Wake who awaits a future of `add`. Any thread may call this; it does not block.
 
         Args:
-            waiter: The future.
+            waiter: Refers to the future.
             request: The request, if it has ended.
         """
         self._arrived.append(waiter)
@@ -134,9 +138,11 @@ class LoopReader:
 
     def _wake(self) -> None:
         self._is_scheduled = False  # first: what is told from here on is not missed
+        awaited = getattr(self.loop, _AWAITED)
         while self._arrived:
-            waiter = self._arrived.popleft()
-            if not waiter.done():
+            waiter = self._arrived.popleft()()
+            awaited.discard(waiter)
+            if not (waiter is None or waiter.done()):
                 waiter.set_result(None)
         while self._soon:
             self._soon.popleft()()

@@ -179,6 +179,8 @@ class RequestStream(Closing, Generic[T]):
                 await self._next_item
             if item is not None:
                 return self._value(item)
+        except GeneratorExit:  # the task is collected, at any point of what this thread does: the request is cancelled
+            raise
         except BaseException as error:
             self._close_after(error)
         finally:

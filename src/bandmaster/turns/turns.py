@@ -133,10 +133,12 @@ class Turn:
         """Enter it in this thread, and set the future that its task awaits, unless that was cancelled before."""
         if entered.set_running_or_notify_cancel():
             try:
-                entered.set_result(self._enter())
+                self._enter()
             except BaseException as error:
                 entered.set_exception(error)
                 del entered  # which has the error, and that this frame
+            else:
+                entered.set_result(None)
 
     def _ask(self, blocks_thread: bool) -> None:
         if self.owner is not NOBODY:
