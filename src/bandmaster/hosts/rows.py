@@ -28,7 +28,7 @@ from bandmaster.platform.limits import start_thread
 from bandmaster.platform.settings import host_timeout_s
 from bandmaster.wire.messages import Closed
 
-IDLE_S = 3.0  # after which a connection is closed by which rows were fetched
+IDLE_S = 3.0  # after which, or half of the time that a host may be silent, a connection for rows is closed
 MAX_AT_ONCE = 4  # fetches from one host, which has a thread for each of their connections
 
 RowKey = tuple[int, int]
@@ -156,7 +156,7 @@ class _Fetchers:
         """The rows that are to be fetched next; None if this thread is to end."""
         with self._changed:
             self._n_idle += 1
-            self._changed.wait_for(lambda: self._wanted or self._is_closed, IDLE_S)
+            self._changed.wait_for(lambda: self._wanted or self._is_closed, min(IDLE_S, host_timeout_s() / 2))
             self._n_idle -= 1
             if self._wanted:
                 return self._wanted.popleft()

@@ -51,7 +51,8 @@ class Origin:
 
     def __str__(self) -> str:
         who = "the controller has kept" if self.rank is None else f"rank {self.rank} has left on host {self.host}"
-        return f"rows {self.numbers.start} to {self.numbers.stop - 1} of {self.method}, which {who},"
+        numbers = f" {self.numbers.start} to {self.numbers.stop - 1}" if self.numbers else ""  # of a table alone
+        return f"rows{numbers} of {self.method}, which {who},"
 
 
 class KeptPart:
