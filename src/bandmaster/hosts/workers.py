@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from weakref import finalize
 
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED, NOT_STARTED, Kept, Launch, RowFacts, Signs, Ticket, WorkerCall, WorkerRecord
-from bandmaster.errors import ClosedError, PlacementError, RowsLost
+from bandmaster.errors import ClosedError, PlacementError, ResourceError, RowsLost
 from bandmaster.errors.failure import REPLACED, Failure, FailureKind
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.link import FrameKind, Message
@@ -61,8 +61,9 @@ class FarRows:
         return self._fetch(None if len(rows) == n_rows else rows)
 
     def forget_copies(self) -> None:
-        """A host could not fetch the rows."""
-        self._copies.clear()
+        """Have every host fetch the rows again: one may not have got them."""
+        for agent in self._copies:  # which may still have to be told of the release
+            self._copies[agent] = None, 0
 
     def payload(self, timeout_s: float | None = None) -> Payload:
         """The encoded rows, in memory of the reader's own. They go on coming if they have not come in time."""
@@ -214,9 +215,13 @@ class AgentWorkers(Client):
             relays = self._relays_of(calls)
             for call in calls:
                 self._add(call, tickets, outgoing, relays)
-            for agent, mine in outgoing.items():
-                content = self.name, mine.calls, mine.fetches(agent), bool(relays)
-                self._send(agent, FrameKind.CALLS, *content, large=mine.large)
+            try:
+                for agent, mine in outgoing.items():
+                    content = self.name, mine.calls, mine.fetches(agent), bool(relays)
+                    self._send(agent, FrameKind.CALLS, *content, large=mine.large)
+            except ResourceError as error:
+                self._drop(tickets.items(), error)
+                raise
         self.links.flush(self.hosts if self._relay_of else list(outgoing))
 
     def request(self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[Ticket]], object]) -> None:
@@ -233,8 +238,18 @@ class AgentWorkers(Client):
                 message = control_message(MessageKind.REQUESTS, content)[4:]
                 outgoing.add((rank,), message, [part for call in requests for part in _parts_of(call)])
                 said = self.name, outgoing.calls, outgoing.fetches(agent), False
-                self._send(agent, FrameKind.CALLS, *said, large=outgoing.large)
+                try:
+                    self._send(agent, FrameKind.CALLS, *said, large=outgoing.large)
+                except ResourceError as error:
+                    self._drop([(rank, ticket) for ticket in tickets], error)
+                    raise
         self.links.flush(self.hosts if self._relay_of else [agent])
+
+    def _drop(self, tickets: Iterable[tuple[int, MessageTicket]], error: ResourceError) -> None:
+        """End calls and requests, by rank and ticket, one message of which is too large to be sent."""
+        for rank, ticket in tickets:
+            if self._open[rank].pop(ticket.number, None) or self._requests[rank].pop(ticket.number, None):
+                self._finish(ticket, Failure.of(error))
 
     def _relays_of(self, calls: Sequence[WorkerCall]) -> Sequence[Agent]:
         """The agents of a large group that pass a call on, if it is the same for all ranks."""
@@ -300,7 +315,7 @@ class AgentWorkers(Client):
             self._take_reply(ranks, body, receiver)
 
     def _finish(self, ticket: MessageTicket, outcome: Payload | Kept | Failure | None) -> None:
-        if type(outcome) is Failure and outcome.kind is FailureKind.LOST:
+        if type(outcome) is Failure:  # perhaps as the rows that it takes have not come, and will not
             for rows in ticket.holds:
                 rows.forget_copies()
         super()._finish(ticket, outcome)
