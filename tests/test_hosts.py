@@ -277,6 +277,13 @@ def test_the_ranks_of_a_lost_host_restart_on_a_spare_one(hosts):
         assert told("is_over")
 
 
+def test_workers_end_whose_reply_finds_the_controllers_host_gone(hosts):
+    with running(hosts, 4) as told:
+        told("is_asleep")
+        with cut_off(hosts, 0):
+            assert_ends(hosts, LIMIT_S + SLACK_S)  # of which the call takes the first seconds
+
+
 def test_nothing_outlives_the_controllers_host(hosts):
     with running(hosts, 60) as told:
         told("is_asleep")

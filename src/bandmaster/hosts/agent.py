@@ -31,6 +31,7 @@ from bandmaster.hosts.link import (
     FOR_MESSAGES,
     FOR_RELAY,
     FOR_ROWS,
+    NO_ANSWER,
     Address,
     FrameKind,
     Link,
@@ -48,6 +49,7 @@ from bandmaster.wire.status_page import AGENT, announce
 
 MAX_STRANGERS = 64  # connections that have not proved that they know the secret; the oldest makes room for another
 ACCEPT_AGAIN_S = 0.2  # after a connection could not be accepted
+LOOK_S = 1.0  # how often to look whether the host of the controller, or of another caller, is gone
 OUTPUT_POLL_S = 0.01  # how often to look whether a link takes more of the output of workers
 _log = logging.getLogger(__name__)
 
@@ -153,12 +155,16 @@ class AgentServer:
             _log.warning("no controller has connected within %g s", patience_s)
             return
         self._controller = self._first.result()
+        look_at = 0.0
         with contextlib.suppress(Closed), self._lock:
             self._serve(self._controller, self._take)
             while True:
                 every = *self.groups.values(), *self._called.values()
                 dues = [due for ranks in every if (due := ranks.due_s) is not None]
-                self._poller.receive(min(dues) if dues else None)
+                self._poller.receive(min([LOOK_S, *dues]))
+                if time.monotonic() >= look_at:
+                    look_at = time.monotonic() + LOOK_S
+                    self._end_what_is_cut()
                 while self._written:
                     self._controller.post(FrameKind.OUTPUT, self._written.popleft())
                 self._tell()
@@ -181,6 +187,11 @@ class AgentServer:
         for key in [key for key in self._called if key[0] is other]:
             self._called.pop(key).cancel()
         other.close()
+
+    def _end_what_is_cut(self) -> None:
+        for other in {self._controller, *[caller for caller, _ in self._called]}:
+            if other.is_cut:
+                self._end(other, NO_ANSWER)
 
     def _tell(self) -> None:
         """Send the replies and deaths of the groups."""

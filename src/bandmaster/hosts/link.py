@@ -11,6 +11,9 @@ frame, and all before the chunks. Chunks are sent from where they lie and receiv
 copies than the kernel's. The *digest*, which is there if there are chunks, is a hash of the heads of payloads, which
 are unpickled; the receiver gets the message only once it was found right. The buffers are bytes of arrays: to hash them
 would take three times as long as sending them. With encryption, all is authenticated.
+
+TCP's keep-alive ends an idle link to a host that is gone, and `Link.is_cut` tells of one that acknowledges nothing.
+TCP_USER_TIMEOUT would do both, but also end the link to a process that does not read, as Ctrl-Z has stopped it.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ import errno
 import hashlib
 import hmac
 import itertools
+import os
 import pickle
 import socket
 import ssl
 import struct
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
@@ -33,6 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bandmaster.codec import Payload
+from bandmaster.errors import ResourceError
 from bandmaster.hosts.handshake import HANDSHAKE_TIMEOUT_S, Keys, Refused, Secret, greet
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.settings import host_timeout_s
@@ -44,19 +50,19 @@ FOR_MESSAGES, FOR_ROWS, FOR_RELAY, FOR_CALLERS = 1, 2, 3, 4
 N_ATTEMPTS = 3  # to connect
 MAC_NBYTES = 16
 DIGEST_NBYTES = 32
-MAX_HEAD_NBYTES = 1 << 30
-MAX_CHUNKS = 1 << 20
+MAX_HEAD_NBYTES = 1 << 30  # with the sizes of the chunks
 MAX_VIEWS = 64  # of one system call
 SMALL_NBYTES = 64 * 1024  # chunks up to this size are copied behind the head
 _START = struct.Struct("<II")
 _START_NBYTES = _START.size + MAC_NBYTES
 _NUMBER = struct.Struct("<Q")
 _NOT_AUTHENTIC = "frame authentication failed"
+NO_ANSWER = "the host does not answer any more"
 _NOTHING: Mapping[int, Payload] = MappingProxyType({})
 
-# How the kernel finds out that the other host is gone, although nothing is sent: after 2 + 3 * 2 s.
-_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
-USER_TIMEOUT_MS = 9_000  # what was sent is acknowledged in this time, or the connection fails: tcp(7)
+# Of `struct tcp_info` in linux/tcp.h: packets that are not acknowledged, milliseconds since the last data and the last
+# acknowledgement came, and the bytes that the other end has room for, which Linux tells since 5.4.
+_TCP_INFO = struct.Struct("=24xI24xII168xI")
 
 Address = tuple[str, int]
 Allocate = Callable[[int, tuple[Any, ...], Sequence[int]], Payload]  # the memory for a payload of a kind and content
@@ -130,14 +136,14 @@ class Link:
         sock.settimeout(timeout_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEP_ALIVE:
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):  # the link ends after 4 of these times
+            sock.setsockopt(socket.IPPROTO_TCP, option, max(1, int(host_timeout_s() // 5)))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         self.place = place
         self._mac_out = hashlib.blake2b(key=keys.sends, digest_size=MAC_NBYTES)
         self._mac_in = hashlib.blake2b(key=keys.receives, digest_size=MAC_NBYTES)
         self._n_sent = 0
-        self._out: deque[memoryview] = deque()
+        self._out: deque[tuple[memoryview, object]] = deque()  # what is to be sent, and the owner of its memory
         self._is_held_up = False  # the other end did not take all at once
         self._arriving = self._messages()
         self.heard_at = time.monotonic()
@@ -145,6 +151,7 @@ class Link:
         self._poller: Poller
         self._take: Callable[[Message], object]
         self._end: Callable[[str], object]
+        _links.add(self)
 
     def fileno(self) -> int:
         """The descriptor by which select and its kin tell that something has arrived or can be sent."""
@@ -154,6 +161,16 @@ class Link:
         """Close this end, and let go of the memory of a message that has not come to its end."""
         self._socket.close()
         self._arriving = iter(())
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the other host acknowledges nothing of what was sent, and was silent as long as a host may be.
+
+        The kernel alone would go on for a quarter of an hour. A stopped process has a kernel that acknowledges.
+        """
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        n_sent, data_ms, acknowledged_ms, room = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\1"))
+        return bool(n_sent and room and min(data_ms, acknowledged_ms) >= 900 * host_timeout_s())
 
     # --- with a poller, whose lock is held ---
 
@@ -206,21 +223,28 @@ class Link:
 
         Raises:
             Closed: The other end is gone.
+            ResourceError: The message is too large. Nothing of it was sent.
         """
         counts = tuple([(number, 1 + len(payload.buffers)) for number, payload in large.items()])
         head = pickle.dumps((kind, counts, *content), protocol=5)
         views = _views(large.values()) if large else []
         sizes = struct.pack(f"<{len(views)}Q", *[view.nbytes for view in views])
         described = sizes + self._digest(large.values()) if views else b""
+        if (n := len(described) + len(head)) > MAX_HEAD_NBYTES:
+            raise ResourceError(
+                f"a message to another host has {n} bytes beside its large arrays, at most {MAX_HEAD_NBYTES} fit; pass "
+                "less at a time, or have the workers read it from a file"
+            )
         start = _START.pack(len(head), len(views))
         mac = self._mac_out.copy()
         mac.update(b"".join((_NUMBER.pack(self._n_sent), start, described, head)))
         self._n_sent += 1
-        first = [start, mac.digest(), described, head]
-        while views and views[0].nbytes <= SMALL_NBYTES:
-            first.append(bytes(views.pop(0)))
-        self._out.append(memoryview(b"".join(first)))
-        self._out.extend(view for view in views if view.nbytes)
+        n_small = 0
+        while n_small < len(views) and views[n_small].nbytes <= SMALL_NBYTES:
+            n_small += 1
+        first = b"".join([start, mac.digest(), described, head, *views[:n_small]])
+        self._out.append((memoryview(first), None))
+        self._out.extend((view, large) for view in views[n_small:] if view.nbytes)
         return self.pump()
 
     def pump(self) -> bool:
@@ -231,16 +255,17 @@ class Link:
         """
         out = self._out
         while out:
-            n_sent = self._sent([out[index] for index in range(min(len(out), MAX_VIEWS))])
+            n_sent = self._sent([out[index][0] for index in range(min(len(out), MAX_VIEWS))])
             if not n_sent:
                 self._is_held_up = True
                 return False
             if self._is_held_up:
                 self.heard_at = time.monotonic()
-            while n_sent and out[0].nbytes <= n_sent:
-                n_sent -= out.popleft().nbytes
+            while n_sent and out[0][0].nbytes <= n_sent:
+                n_sent -= out.popleft()[0].nbytes
             if n_sent:
-                out[0] = out[0][n_sent:]
+                view, owner = out[0]
+                out[0] = view[n_sent:], owner
         self._is_held_up = False
         return True
 
@@ -274,9 +299,9 @@ class Link:
         start = bytearray(_START_NBYTES)
         yield from self._fill(start)
         n_head, n_chunks = _START.unpack_from(start)
-        if n_head > MAX_HEAD_NBYTES or n_chunks > MAX_CHUNKS:
-            raise Closed("invalid frame header")
         n_described = 8 * n_chunks + DIGEST_NBYTES if n_chunks else 0  # bytes of the sizes and the digest of chunks
+        if n_described + n_head > MAX_HEAD_NBYTES:
+            raise Closed("invalid frame header")
         rest = bytearray(n_described + n_head)
         yield from self._fill(rest)
         mac = self._mac_in.copy()
@@ -316,6 +341,17 @@ class Link:
         for payload in payloads if not self._is_encrypted else ():
             digest.update(payload.head)
         return digest.digest()
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    for link in list(_links):  # else the other end would not hear of the end of this process as long as the fork lives
+        link.close()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def _views(payloads: Iterable[Payload]) -> list[memoryview]:
@@ -360,5 +396,5 @@ def _connected(address: Address, secret: Secret, purpose: int, place: Allocate, 
 
 def _why(error: OSError) -> str:
     if error.errno == errno.ETIMEDOUT or isinstance(error, TimeoutError):
-        return "the host does not answer any more"
+        return NO_ANSWER
     return f"{type(error).__name__}: {error}"

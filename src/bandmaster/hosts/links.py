@@ -16,7 +16,7 @@ from bandmaster.contract import CLOSED
 from bandmaster.errors import BandmasterError, ClosedError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.handshake import Secret
-from bandmaster.hosts.link import FrameKind, Link, Message
+from bandmaster.hosts.link import NO_ANSWER, FrameKind, Link, Message
 from bandmaster.hosts.rows import RowKey, RowLinks
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.limits import start_thread
@@ -159,8 +159,9 @@ class AgentLinks(Client):
         ticket = MessageTicket(next(self.numbers))
         with self.lock:
             if agent.lost is None:
-                self._open[id(agent)][ticket.number] = ticket
                 self.send(agent, FrameKind.ASK, ticket.number, question, *args)
+            if agent.lost is None:
+                self._open[id(agent)][ticket.number] = ticket
             else:
                 self._finish(ticket, _gone(agent))
         self.flush([agent])
@@ -248,7 +249,9 @@ class AgentLinks(Client):
         silent_s = now - agent.link.heard_at
         is_owed = bool(self._open[id(agent)]) or any(group.is_owed(agent) for group in agent.groups.values())
         is_asked = agent.pinged_at > agent.link.heard_at
-        if is_owed and is_asked and silent_s >= limit_s - BEAT_S and now - agent.pinged_at >= limit_s / 2:
+        if agent.link.is_cut:
+            self.lose(agent, NO_ANSWER)
+        elif is_owed and is_asked and silent_s >= limit_s - BEAT_S and now - agent.pinged_at >= limit_s / 2:
             self.lose(agent, f"it has given no sign of life for {silent_s:.0f} s")
         elif agent.released or (is_owed and not is_asked and silent_s >= SILENCE_S):
             agent.pinged_at = now
