@@ -31,14 +31,17 @@ import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.backends import get_backend, register_backend
 from bandmaster.callers.reached import FarPlace, FarRanks, ReachedWorkers
-from bandmaster.codec import Payload
+from bandmaster.codec import Payload, encode
+from bandmaster.contract import Reply, RowFacts, WorkerCall
+from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.handshake import MAGIC, Refused, Secret, greet, welcome
-from bandmaster.hosts.link import FOR_MESSAGES, FOR_ROWS, FrameKind, Link
-from bandmaster.hosts.links import AgentLinks
-from bandmaster.hosts.workers import AgentWorkers
+from bandmaster.hosts.link import FOR_MESSAGES, FOR_ROWS, FrameKind, Link, Message
+from bandmaster.hosts.links import Agent, AgentLinks
+from bandmaster.hosts.workers import AgentWorkers, FarRows
 from bandmaster.testing import BackendContract
 from bandmaster.testing.simulated_hosts import SimulatedHosts
-from bandmaster.wire.messages import Closed
+from bandmaster.wire.messages import Closed, ReplyKind, inline, reply_message
+from bandmaster.wire.segments import SegmentWriter
 
 register_backend("three-hosts", lambda: SimulatedHosts(3))
 for name in ("hosts", "hosts-to-lose", "hosts-in-a-tree", "encrypted"):
@@ -86,6 +89,10 @@ class Maker(bm.Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def first(self, words):
+        return words[0]
+
+    @register(Dispatch.REQUEST, concurrency=2)
+    async def ask(self, words):
         return words[0]
 
 
@@ -341,6 +348,70 @@ def test_an_agent_without_descriptors_accepts_connections_when_it_has_some(group
     assert group.total(made) == [N * (N - 1) // 2] * 5
 
 
+@pytest.fixture
+def kept_rows():
+    """Rows on one of three hosts, a group on another one, and what the agent of that one gets."""
+    mine, theirs = link_pair()
+    links = AgentLinks()
+    with contextlib.closing(links), contextlib.closing(mine), contextlib.closing(theirs):
+        hosts = [Agent(mine, n, f"host{n}", ("127.0.0.1", n), 0) for n in range(3)]
+        rows = [FarRows(hosts[0], links, (7, 0), RowFacts(3, 24, {}))]
+        yield rows, hosts, AgentWorkers("group", links, hosts[1:2]), theirs
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_a_host_fetches_rows_again_after_a_call_that_takes_them_has_failed(kept_rows, kind):
+    rows, _, workers, theirs = kept_rows
+
+    def called():
+        """Call the rank with the rows. Returns the number of the call, and what its host has to fetch."""
+        tickets = {}
+        workers.call([WorkerCall((0,), "use", (), Reply.KEEP, tuple(enumerate(rows)))], tickets)
+        return tickets[0].number, [fetch.key for fetch in theirs.receive().content[2]]
+
+    number, fetched = called()
+    assert fetched == [(7, 0)]
+    assert called()[1] == [], "they are on their way"
+    failure = inline(encode(Failure(kind, "there is no memory, or the call was cancelled")))
+    reply = reply_message(number, ReplyKind.FAILURE, failure)[4:]
+    workers.take_replies(Message(FrameKind.REPLIES, ("group", [((0,), reply)]), {}))
+    assert called()[1] == [(7, 0)]
+
+
+def test_every_host_with_a_copy_of_rows_is_told_of_their_release_after_one_could_not_fetch_them(kept_rows):
+    rows, hosts, _, _ = kept_rows
+    for host in hosts[1:]:
+        assert rows[0].fetch_to(host, range(3)) is not None
+    rows[0].forget_copies()
+    rows.clear()
+    assert [list(host.released) for host in hosts] == [[(7, 0)]] * 3
+
+
+def test_a_connection_for_rows_ends_before_the_other_host_takes_this_one_for_gone(group, monkeypatch):
+    monkeypatch.setenv("BANDMASTER_HOST_TIMEOUT", "2")
+    assert len(group.make.submit(ROWS).result()["i"]) == N
+    fetchers = [thread for thread in threading.enumerate() if thread.name == "bandmaster-fetch"]
+    began = idle_time()
+    for thread in fetchers:
+        thread.join()
+    assert fetchers and idle_time() - began < 2
+
+
+# --- messages that are too large ---
+
+
+def test_a_call_whose_message_is_too_large_for_a_link_fails_alone(group, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("bandmaster.hosts.link.MAX_HEAD_NBYTES", 50_000)
+        waiting = group.process.submit()
+        for submit in group.first.submit, group.ask:
+            with pytest.raises(bm.ResourceError, match=r"a message to another host has 6.* at most 50000 fit"):
+                submit([bytes(60_000)]).result()
+        assert len(waiting.result()) == 5
+    assert group.first(["a"]) == ["a"] * 5 and group.ask(["a"]).result() == "a"
+    assert group.healthy
+
+
 # --- hosts that are lost ---
 
 
@@ -354,7 +425,7 @@ def test_a_host_that_is_lost_is_named_with_its_ranks(group_to_lose):
         while time.monotonic() < began + 30:
             group_to_lose.process()
     assert not group_to_lose.healthy
-    with pytest.raises(bm.RowsLost, match=r"rank 2 has left on host .* make them again"):
+    with pytest.raises(bm.RowsLost, match=r"^rows of Maker.make, which rank 2 has left on host .* again"):
         made.result()
     group_to_lose.restart()
     assert len(set(group_to_lose.process())) == 3
@@ -796,3 +867,79 @@ def test_a_link_that_takes_what_is_sent_slowly_is_alive():
     finally:
         mine.close()
         theirs.close()
+
+
+def test_a_segment_that_is_to_be_sent_is_not_reused_before_the_other_end_has_taken_it():
+    mine, theirs = link_pair(timeout_s=0.0)
+    writer = SegmentWriter()
+    with contextlib.closing(mine), contextlib.closing(theirs), contextlib.closing(writer):
+        for number in (1, 2):  # as an agent receives calls, which it passes on to another agent that is slow
+            payload = writer.reserve([1, 20_000_000])
+            payload.buffers[0][:] = bytes([number]) * 20_000_000
+            mine.send(FrameKind.ASK, large={number: payload})
+            del payload  # the ranks of this host have run the call
+        found = []
+        while len(found) < 2:
+            mine.pump()
+            if (message := theirs.receive()) is not None:
+                found += [set(payload.buffers[0]) for payload in message.large.values()]
+        assert found == [{1}, {2}]
+        assert not mine.has_unsent
+        writer.release()
+        assert not writer.has_leases
+
+
+@pytest.mark.slow
+def test_any_number_of_arrays_is_sent():
+    mine, theirs = link_pair(timeout_s=0.0)
+    n = 1_100_000
+    with contextlib.closing(mine), contextlib.closing(theirs):
+        mine.send(FrameKind.ASK, large={1: payload_of(b"head", *[b"x"] * n)})
+        while (message := theirs.receive()) is None:
+            mine.pump()
+        assert len(message.large[1].buffers) == n
+
+
+@pytest.mark.parametrize("timeout_s", [5, 30])
+def test_an_idle_link_ends_within_the_time_that_a_host_may_be_silent(monkeypatch, timeout_s):
+    monkeypatch.setenv("BANDMASTER_HOST_TIMEOUT", str(timeout_s))
+    for link in link_pair():
+        with contextlib.closing(link):
+            names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+            idle_s, each_s, n, limit_ms = [
+                link._socket.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names
+            ]
+            assert timeout_s / 2 < idle_s + n * each_s < timeout_s
+            assert limit_ms == 0, "it would count the time in which a stopped process reads nothing"
+
+
+def test_a_host_whose_process_does_not_read_is_not_cut_off(monkeypatch):
+    monkeypatch.setenv("BANDMASTER_HOST_TIMEOUT", "1")
+    mine, theirs = link_pair(timeout_s=0.0)
+    with contextlib.closing(mine), contextlib.closing(theirs):
+        mine.send(FrameKind.ASK, large={1: payload_of(b"", bytes(50_000_000))})
+        time.sleep(2)  # longer than a host may be silent
+        assert mine.has_unsent and not mine.is_cut
+        while theirs.receive() is None:
+            mine.pump()
+
+
+FORKED = """
+import os, signal
+from test_agents import link_pair
+mine, theirs = link_pair(timeout_s=5.0)
+fork = os.fork()
+if not fork:
+    signal.pause()
+mine.close()
+try:
+    theirs.receive()
+except Exception as error:
+    print(error)
+os.kill(fork, signal.SIGKILL)
+"""
+
+
+def test_a_fork_does_not_keep_a_link_open():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=False)
+    assert done.stdout == "the peer closed the connection\n", done.stderr
