@@ -25,7 +25,7 @@ from bandmaster.backends.machine import MachineBackend
 from bandmaster.callers.door import Door
 from bandmaster.callers.passed import PassedCalls
 from bandmaster.hosts.agent import AgentServer
-from bandmaster.hosts.link import FOR_MESSAGES, connect
+from bandmaster.hosts.link import FOR_MESSAGES, TCP_INFO, connect
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.worker_process import call_path
@@ -53,6 +53,7 @@ class Network:
         self.listening: dict[int, Listening] = {}
         self.streams: list[Stream] = []
         self.cut: set[str] = set()
+        self.cut_at: dict[str, float] = {}
         self.gone: set[str] = set()
         self.ports = itertools.count(30_000)
 
@@ -61,6 +62,7 @@ class Network:
         world = worlds.world
         assert world is not None, "a program runs"
         self.cut.add(host)
+        self.cut_at[host] = world.now
         world.after(seconds, self._heal, host)
         world.after(KEEP_ALIVE_S, self._give_up, [one for one in self.streams if host in one.hosts])
 
@@ -72,7 +74,7 @@ class Network:
 
     def _give_up(self, streams: list[Stream]) -> None:
         for stream in streams:
-            if stream.hosts & self.cut and not stream.closed:
+            if stream.hosts & self.cut and not (stream.closed or stream.other.n_flying):  # else Linux goes on for long
                 self.gone |= stream.hosts - {""}
                 stream.error = errno.ETIMEDOUT
                 stream.world.version += 1
@@ -121,6 +123,12 @@ class Stream(File):
 
     def setsockopt(self, *_: Any) -> None:
         return
+
+    def getsockopt(self, level: int, option: int, nbytes: int) -> bytes:
+        """What Linux tells of the connection: keep-alive is answered unless a host is cut off."""
+        now, network = self.world.now, self.network
+        silent_ms = max([int(1000 * (now - network.cut_at[host])) for host in self.hosts & network.cut], default=0)
+        return TCP_INFO.pack(int(self.other.n_flying > 0), silent_ms, silent_ms, 1)
 
     def shutdown(self, how: int) -> None:
         self.is_shut = True

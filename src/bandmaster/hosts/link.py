@@ -62,7 +62,7 @@ _NOTHING: Mapping[int, Payload] = MappingProxyType({})
 
 # Of `struct tcp_info` in linux/tcp.h: packets that are not acknowledged, milliseconds since the last data and the last
 # acknowledgement came, and the bytes that the other end has room for, which Linux tells since 5.4.
-_TCP_INFO = struct.Struct("=24xI24xII168xI")
+TCP_INFO = struct.Struct("=24xI24xII168xI")
 
 Address = tuple[str, int]
 Allocate = Callable[[int, tuple[Any, ...], Sequence[int]], Payload]  # the memory for a payload of a kind and content
@@ -168,8 +168,8 @@ class Link:
 
         The kernel alone would go on for a quarter of an hour. A stopped process has a kernel that acknowledges.
         """
-        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-        n_sent, data_ms, acknowledged_ms, room = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\1"))
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
+        n_sent, data_ms, acknowledged_ms, room = TCP_INFO.unpack(info.ljust(TCP_INFO.size, b"\1"))
         return bool(n_sent and room and min(data_ms, acknowledged_ms) >= 900 * host_timeout_s())
 
     # --- with a poller, whose lock is held ---
