@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
@@ -1430,6 +1431,50 @@ def test_event_loops_that_have_ended_are_collected(group):
     while any(loop() for loop in loops):  # a thread that has told the last of them may not have returned yet
         assert time.monotonic() < deadline
         gc.collect()
+
+
+@pytest.mark.backends("local")
+def test_connections_of_the_users_own_are_read_though_a_group_was_closed_among_requests_of_another(
+    group, make_group, gate
+):
+    async def main():
+        held = asyncio.ensure_future(awaited(group.hold(gate.folder, "held")))
+        await gate.awaits("held")
+        closed = make_group(1, Rollout)
+        await closed.chat("a")
+        closed.close()
+        ends = [end for _ in range(20) for end in socket.socketpair()]  # some get the numbers that are free again
+        streams = [await asyncio.open_connection(sock=end) for end in ends]
+        for _, writer in streams:
+            writer.write(b"x")
+        read = await asyncio.wait_for(asyncio.gather(*[reader.read(1) for reader, _ in streams]), DEADLINE)
+        gate.open()
+        await held
+        for _, writer in streams:
+            writer.close()
+            await writer.wait_closed()
+        return read
+
+    assert asyncio.run(main()) == [b"x"] * 40
+
+
+@pytest.mark.backends("local")
+def test_groups_that_are_closed_among_requests_of_another_leave_no_descriptors(group, make_group, gate):
+    async def main():
+        held = asyncio.ensure_future(awaited(group.hold(gate.folder, "held")))
+        await gate.awaits("held")
+        counts = []
+        for _ in range(4):
+            closed = make_group(1, Rollout)
+            await closed.chat("a")
+            counts.append(len(os.listdir("/proc/self/fd")))
+            closed.close()
+        gate.open()
+        await held
+        return counts
+
+    counts = asyncio.run(main())
+    assert counts[1:] == counts[1:2] * 3
 
 
 def test_a_group_is_collected_though_an_event_loop_was_closed_before_its_requests_had_ended(make_group, gate):

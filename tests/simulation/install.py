@@ -33,6 +33,7 @@ from bandmaster.calls import progress as progress_module
 from bandmaster.groups import base
 from bandmaster.hosts import agent, handshake, link
 from bandmaster.platform import forks, locks
+from bandmaster.requests import reader
 from bandmaster.turns import turns
 from bandmaster.wire import lane, poller, status_page
 from bandmaster.worker_process import call_path, event_loop
@@ -243,7 +244,9 @@ class Installed:
         self.replace(futures, "threading", sync.Threading())
         self.replace(futures, "time", sync.Time())
         self.replace(event_loop, "asyncio", loop.Asyncio())
-        for module in (poller, progress_module, answering, called, call_path, door, lane, passed, reached, worker_loop):
+        for module in (
+            poller, progress_module, answering, called, call_path, door, lane, passed, reached, reader, worker_loop,
+        ):  # fmt: skip
             self.replace(module, "os", net.Os())
         self.replace(poller, "open", net.opened)
         for module in (agent, door, handshake, host_workers, lane, link, reached):

@@ -54,7 +54,7 @@ class Loop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._threads: sync.ThreadPoolExecutor | None = None
         super().__init__(Selector())
-        self._counter.world.processes[self._counter.process].loops.append(self)
+        self._counter.world.processes[self._counter.process].loops.add(self)
 
     def __del__(self) -> None:
         """Close nothing: that of a process that was killed is closed."""

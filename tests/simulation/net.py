@@ -241,6 +241,10 @@ class Poll(File):
         else:
             self.world, self.fd, self.polls = _world(), 0, []
 
+    @staticmethod
+    def fromfd(fd: int) -> Owner:
+        return Owner(_file(fd))
+
     def register(self, fd: int, events: int = IN) -> None:
         self.world.files[fd].polls.append(self)
         self.entries[fd] = events
@@ -339,6 +343,16 @@ class Same(File):
 
     def events(self) -> int:
         return 0 if self._file.closed else self._file.events()
+
+
+class Owner:
+    """As an object of `select.epoll.fromfd`: it closes a descriptor when it is collected."""
+
+    def __init__(self, file: File) -> None:
+        self.fileno, self.close = file.fileno, file.close
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class Named(Socket):

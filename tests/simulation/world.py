@@ -24,6 +24,7 @@ import signal
 import sys
 import threading
 import traceback
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -91,7 +92,7 @@ class Process:
     def __init__(self, host: str, main: Task, parent: str = "", pid: int = 1) -> None:
         self.host, self.main, self.parent, self.pid = host, main, parent, pid
         self.state: dict[Any, Any] = {}
-        self.loops: list[Any] = []
+        self.loops: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class _Carrier:

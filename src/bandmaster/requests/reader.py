@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +34,7 @@ class LoopReader:
         self._arrived: deque[ref[asyncio.Future[None]]] = deque()  # that `tell` was called with
         self._soon: deque[Callable[[], object]] = deque()
         self._requests: dict[Request, None] = {}  # those that are waited for
-        self._watched: dict[int, Workers] = {}  # by the descriptor that shows arrivals
+        self._watched: dict[Workers, select.epoll] = {}  # with a descriptor of its own, which `stop` does not close
         self._is_reading = self._is_scheduled = False
 
     @property
@@ -73,12 +75,21 @@ class LoopReader:
 
     def _add(self, request: Request) -> None:
         self._requests[request] = None
-        fd = request.workers.arrivals
-        if fd is not None and self._watched.get(fd) is not request.workers:
-            if fd in self._watched:  # of workers that were stopped; the number is that of another descriptor now
-                self.loop.remove_reader(fd)
-            self._watched[fd] = request.workers
-            self.loop.add_reader(fd, self._read, fd, request.workers)
+        workers = request.workers
+        if workers not in self._watched and (fd := workers.arrivals) is not None:
+            for other in list(self._watched):
+                if not other.check(is_thorough=False):  # it was stopped
+                    self._ignore(other)
+            arrivals = select.epoll.fromfd(os.dup(fd))  # the number of `fd` is free for others when that is closed
+            self.loop.add_reader(arrivals, self._read, workers)
+            self._watched[workers] = arrivals
+
+    def _ignore(self, workers: Workers) -> None:
+        """Read no longer what arrives from some workers."""
+        arrivals = self._watched.pop(workers, None)
+        if arrivals is not None:
+            self.loop.remove_reader(arrivals)
+            arrivals.close()
 
     def forget(self, request: Request) -> None:
         """Read no longer for a request. Any thread may call this; it does not block."""
@@ -87,9 +98,8 @@ class LoopReader:
     def _rest(self) -> None:
         """Read no more, unless a request has come meanwhile."""
         if not self._requests:
-            watched, self._watched = self._watched, {}
-            for fd in watched:
-                self.loop.remove_reader(fd)
+            for workers in list(self._watched):
+                self._ignore(workers)
 
     def tell(self, waiter: ref[asyncio.Future[None]], request: Request | None = None) -> None:
         """Wake who awaits a future of `add`. Any thread may call this; it does not block.
@@ -125,7 +135,7 @@ class LoopReader:
             if not isinstance(error, RuntimeError):
                 raise
 
-    def _read(self, fd: int, workers: Workers) -> None:
+    def _read(self, workers: Workers) -> None:
         """Take what has arrived, in the event loop."""
         self._is_reading = True
         try:
@@ -133,8 +143,8 @@ class LoopReader:
         finally:
             self._is_reading = False
             self._wake()
-        if not is_open and self._watched.pop(fd, None) is not None:
-            self.loop.remove_reader(fd)
+        if not is_open:
+            self._ignore(workers)
 
     def _wake(self) -> None:
         self._is_scheduled = False  # first: what is told from here on is not missed
