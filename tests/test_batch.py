@@ -1,5 +1,6 @@
 """What has rows, by type and never by length: counting, cutting and joining rows of every kind of batch."""
 
+import pickle
 import re
 import subprocess
 import sys
@@ -98,6 +99,14 @@ class Labelled(dict):
     label = None
 
 
+class Attributes(dict):
+    """A dict whose items are its attributes too."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
 register_batch_type(
     Prompts,
     rows=lambda value: len(value.texts),
@@ -127,6 +136,7 @@ def batches():
         "OrderedDict": OrderedDict(ids=np.arange(5)),
         "UserDict": UserDict(ids=numbers, names=list("abcde")),
         "defaultdict": defaultdict(list, ids=numbers),
+        "a dict with attributes": Attributes(ids=np.arange(5)),
         "a mapping's view": MappingProxyType({"ids": numbers}),
         "a user's mapping": Lookup({"ids": numbers, "inner": UserDict(x=np.arange(5))}),
         "NamedTuple": Columns(numbers, np.arange(5)),
@@ -291,6 +301,22 @@ def test_a_cut_keeps_what_a_mapping_knows_beyond_its_items():
     assert (type(part), part.label, part["ids"].tolist()) == (Labelled, "train", [1, 2])
     assert batch["ids"].tolist() == [0, 1, 2, 3, 4]
     assert slice_rows(defaultdict(list, ids=[1, 2]), 0, 1)["other"] == []
+
+
+def test_rows_have_the_same_columns_as_items_and_as_attributes():
+    batch = Attributes(ids=np.arange(5), names=list("abcde"))
+    part, joined = slice_rows(batch, 1, 3), concat_rows([batch, batch])
+
+    assert (part.ids.tolist(), part.names, len(joined.ids), len(batch.ids)) == ([1, 2], ["b", "c"], 10, 5)
+    received = pickle.loads(pickle.dumps(part))
+    assert concat_rows([received, received]).ids.tolist() == [1, 2, 1, 2]
+
+
+def test_a_mapping_whose_attributes_would_keep_columns_of_other_rows_is_cut_to_dicts():
+    batch = Labelled(ids=np.arange(5))
+    batch.label = batch["ids"]
+
+    assert type(slice_rows(batch, 1, 3)) is dict
 
 
 def test_a_dataclass_is_made_anew_by_its_own_constructor():

@@ -226,6 +226,9 @@ def _rebuilt_mapping(like: Mapping[Any, Any], columns: dict[Any, Any]) -> Mappin
     try:
         if isinstance(like, dict | UserDict):  # a copy has its own items and keeps the attributes
             made: Any = copy.copy(like)
+            attributes = getattr(made, "__dict__", {})
+            if all(attributes.get(key) is column for key, column in like.items()):  # columns are attributes too
+                made.__dict__ = {name: value for name, value in attributes.items() if name not in like} | columns
             if list(made) != list(columns)[: len(made)]:  # some are missing, or in another order
                 for key in like:
                     del made[key]
@@ -234,6 +237,8 @@ def _rebuilt_mapping(like: Mapping[Any, Any], columns: dict[Any, Any]) -> Mappin
         else:
             made = type(like)(columns)  # type: ignore[call-arg]  # most mapping types accept a dict
         is_whole = made.keys() == columns.keys() and all(made[key] is column for key, column in columns.items())
+        former = {*map(id, like.values())} - {*map(id, columns.values())}
+        is_whole &= former.isdisjoint(map(id, getattr(made, "__dict__", {}).values()))
     except Exception:
         return columns
     return made if is_whole else columns
