@@ -173,6 +173,16 @@ def test_the_least_and_the_largest_of_numbers_with_a_nan_is_that_nan(op, make):
         assert type(reduced(op, values)) is type(values[0]) or make is np.array
 
 
+def test_numbers_and_arrays_of_no_dim_reduce_to_one():
+    assert reduced("sum", [1, np.float32(2), np.array(3), np.True_]) == 7
+    assert reduced("mean", [torch.tensor(1.0), 4]) == 2.5
+
+
+def test_nested_tensors_are_added_up():
+    rows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert [row.tolist() for row in reduced("sum", [rows, rows]).unbind()] == [[2, 2], [2, 2, 2]]
+
+
 def test_reduce_by_a_function_gets_all_values():
     assert reduced(sorted, [3, 1, 2]) == [1, 2, 3]
     assert reduced("_".join, ["a", "b"]) == "a_b"
@@ -309,7 +319,8 @@ def test_what_cannot_be_joined_names_the_rank_and_the_type(values, rank, message
         (["a", "b"], "(rank 0: str, rank 1: str): str is neither a number nor an array, tensor or dict of them"),
         ([{"a": 1}, {"b": 1}], "(rank 0: dict, rank 1: dict): dicts with different keys: [['a'], ['b']]"),
         ([{"a": 1}, 1], "(rank 0: dict, rank 1: int)"),
-        ([torch.ones(2), torch.ones(3)], "(rank 0: Tensor, rank 1: Tensor)"),
+        ([torch.ones(2), torch.ones(1)], "(rank 0: Tensor, rank 1: Tensor): values of different shapes: [(2,), (1,)]"),
+        ([{"a": np.ones(2)}, {"a": 1}], "(rank 0: dict, rank 1: dict): values of different shapes: [(2,), ()]; return"),
     ],
 )
 def test_what_cannot_be_reduced_names_ranks_and_types(op, values, types):

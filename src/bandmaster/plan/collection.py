@@ -188,6 +188,9 @@ def _reduce_tree(op: str, values: Sequence[Any], shares: Sequence[float]) -> Any
         return {key: _reduce_tree(op, [value[key] for value in values], shares) for key in keys}
     if isinstance(values[0], Sequence):
         raise TypeError(f"{type(values[0]).__name__} is neither a number nor an array, tensor or dict of them")
+    shapes = [() if getattr(value, "is_nested", False) else tuple(getattr(value, "shape", ())) for value in values]
+    if len(set(shapes)) > 1:  # which could be added up if they differ in a dim of size 1
+        raise TypeError(f"values of different shapes: {shapes}; return equal shapes, or collect with Gather()")
     if op in ("min", "max"):
         return reduce(_pairwise(op, values[0]), values)
     counted = [_countable(value, op) for value in values]

@@ -199,8 +199,8 @@ class Reduce(_Selection):
     """Reduces the values that `Gather` would list to one value.
 
     Args:
-        op: ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``, elementwise over numbers, arrays and tensors, and inside
-            dicts; tensors in the result are detached. Or a function from the list of values to the result.
+        op: ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``, elementwise over numbers, or arrays and tensors of one shape,
+            and inside dicts; tensors in the result are detached. Or a function from the list of values to the result.
         *axes: One value is taken per coordinate of these axes; without axes, one per rank at ``at``.
         weights: ``"rows"`` weights a mean by the number of rows that each rank received, without padding. Ranks
             without rows are left out; if no rank has rows, all ranks have equal weights. None gives all ranks equal
