@@ -219,6 +219,19 @@ def test_rows_of_a_group_stay_together(group):
     assert mapped.result()["uid"].tolist() == uid.tolist()
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *([1, "1"], ["a\0", "a"], [2**63 + 1, 2**63], [None, "a"], [(1, 2), (1, 3)]),
+        *([np.array(1), np.array(2)], [np.int64(1), np.int64(2)]),
+    ],
+    ids=str,
+)
+def test_rows_are_grouped_by_the_values_of_a_list_as_python_compares_them(group, keys):
+    mapped = group.one.map({"key": keys * 2}, chunk=2, group_by="key")
+    assert sorted(list(chunk.numbers) for chunk in mapped) == [[0, 2], [1, 3]]
+
+
 def test_the_whole_of_chunks_is_a_handle(group):
     rows = group.wide.map(np.arange(7), scale=3, chunk=2).future
     assert (len(rows), list(rows.schema)) == (7, ["id", "wide"])
@@ -817,6 +830,10 @@ def wait_until_freed(group):
         (
             lambda group: group.groups.map({"uid": np.zeros((2, 2))}, chunk=2, group_by="uid"),
             r"group_by='uid', which has shape \(2, 2\) for 2 rows; pass one value for each row",
+        ),
+        (
+            lambda group: group.groups.map({"uid": [{}, {}]}, chunk=2, group_by="uid"),
+            r"Rows.groups.map cannot group rows by 'uid' \(unhashable type: 'dict'\); pass a number, a string or",
         ),
         (lambda group: group.one.map([1], maxsize=1).future, "waits for an iteration to take values, as maxsize says"),
         (lambda group: group.make.options(pull=2), r"pull= was removed: register .* call method.map\(rows, chunk=n\)"),

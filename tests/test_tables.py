@@ -1,5 +1,6 @@
 """Tables of pandas and of the user's own, cut over the ranks and joined again; what is no table is refused."""
 
+import math
 import pickle
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass
@@ -204,6 +205,25 @@ def test_rows_are_sorted_as_pandas_sorts_them(cutter, name):
 
 
 @few_backends
+@pytest.mark.parametrize(
+    "column",
+    [
+        *([2**63 + 2, 2**63 + 1, -1], [2**53 + 1, 2**53, 0.5], ["b", "a\0", "a"], [3, 1.5, True], []),
+        *([np.float32(2), np.float32(1)], [torch.tensor(2), torch.tensor(1)]),
+    ],
+    ids=str,
+)
+def test_rows_are_sorted_by_a_list_as_python_sorts_it(cutter, column):
+    assert cutter.echo.submit({"key": column}).sort_by("key").result()["key"] == sorted(column)
+
+
+@few_backends
+def test_nan_in_a_list_is_sorted_last(cutter):
+    rows = cutter.echo.submit({"key": [3.0, math.nan, 1.0, math.nan, 2.0], "row": [0, 1, 2, 3, 4]})
+    assert rows.sort_by("key").result()["row"] == [2, 4, 0, 1, 3]
+
+
+@few_backends
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64])
 def test_rows_are_sorted_and_balanced_by_tensors_of_any_dtype_in_one_column(cutter, dtype):
     table = {"cost": torch.tensor([[8], [1], [4], [2]]).to(dtype), "row": [0, 1, 2, 3]}
@@ -214,7 +234,11 @@ def test_rows_are_sorted_and_balanced_by_tensors_of_any_dtype_in_one_column(cutt
 
 @few_backends
 @pytest.mark.parametrize(
-    "column", [np.ones((2, 2)), torch.ones(2, 2), [(1, 2), (1, 1)], [[1], [1, 2]], [None, 1], pandas.Series([(), 1])]
+    "column",
+    [
+        *(np.ones((2, 2)), torch.ones(2, 2), [(1, 2), (1, 1)], [[1], [1, 2]]),
+        *([None, 1], [10, "9"], [{}, {1: 2}], pandas.Series([(), 1])),
+    ],
 )
 def test_a_column_by_which_rows_cannot_be_sorted_is_named(cutter, column):
     with pytest.raises(bm.BatchError, match=r"cannot sort by column 'key': that takes one value for each row"):

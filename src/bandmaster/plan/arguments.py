@@ -332,7 +332,7 @@ class SplitArguments:
                 )
         self.n_rows = n_rows
 
-    def column(self, name: str, why: str) -> np.ndarray[Any, Any]:
+    def column(self, name: str, why: str) -> Any:
         """A column of the batches, or else an argument of that name.
 
         Args:
@@ -352,7 +352,7 @@ class SplitArguments:
                 f"{why}, but neither a column of {names} nor an argument is called {name!r}; add one with a value for "
                 "each row"
             )
-        return as_array(found)
+        return found
 
     def costs(self, split: Split) -> np.ndarray[Any, Any] | None:
         """The cost of each row for a split that balances.
@@ -366,7 +366,7 @@ class SplitArguments:
         if split.balance is None:
             return None
         why, n_rows = f"{self._method} is split by {split!r}", self.n_rows
-        costs = self.column(split.balance, why).reshape(-1)
+        costs = as_array(self.column(split.balance, why)).reshape(-1)
         is_number = costs.dtype.kind in "biuf" or not len(costs)
         if not is_number or len(costs) != n_rows or not (costs >= 0).all():
             raise BatchError(

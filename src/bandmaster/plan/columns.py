@@ -105,6 +105,9 @@ def ascending(column: Any, name: Hashable) -> np.ndarray[Any, Any]:
     try:
         if hasattr(column, "sort_values"):  # pandas has an order of its own for categories and for missing values
             return np.asarray(column.reset_index(drop=True).sort_values(kind="stable").index)
+        if isinstance(column, list) and not any(isinstance(value, list | tuple) for value in column):
+            # An array would convert the values to one type. NaN comes last, as in arrays.
+            return np.array(sorted(range(len(column)), key=lambda row: (column[row] != column[row], column[row])), int)
         return np.argsort(as_array(column).reshape(len(column)), kind="stable")
     except Exception as error:
         raise BatchError(

@@ -16,6 +16,7 @@ from bandmaster.plan.arguments import BoundArgument, SplitArguments, batch_of, d
 from bandmaster.plan.batch import KNOWN, Batch, describe
 from bandmaster.plan.batch_types import Index
 from bandmaster.plan.collection import collect
+from bandmaster.plan.columns import as_array
 from bandmaster.plan.rows import RealRows
 from bandmaster.plan.transfer import Concat, Outgoing
 from bandmaster.platform.deadline import Deadline
@@ -102,13 +103,24 @@ def plan_parts(
     keys = None
     if how.group_by is not None:
         why = f"{method}.map was called with group_by={how.group_by!r}"
-        column = cut.column(how.group_by, why)
+        found = cut.column(how.group_by, why)
+        if isinstance(found, list):  # whose values an array would convert to one type, so that different ones are equal
+            values = (value.tolist() if hasattr(value, "tolist") else value for value in found)
+            column = np.fromiter(values, object, len(found))
+        else:
+            column = as_array(found)
         if column.shape != (cut.n_rows,):
             raise BatchError(
                 f"{why}, which has shape {column.shape} for {cut.n_rows} rows; pass one value for each row"
             )
         keys = column.tolist()
-    return Parts(chunk_numbers(cut.n_rows, how.chunk, keys), tuple(cut.batches), whole)
+    try:
+        return Parts(chunk_numbers(cut.n_rows, how.chunk, keys), tuple(cut.batches), whole)
+    except TypeError as error:
+        raise BatchError(
+            f"{method}.map cannot group rows by {how.group_by!r} ({error}); pass a number, a string or a tuple of them "
+            "for each row"
+        ) from None
 
 
 def chunk_numbers(n_rows: int, size: int, keys: Sequence[Hashable] | None = None) -> tuple[Index, ...]:
