@@ -11,7 +11,7 @@ import pandas
 import pyarrow
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
 import bandmaster as bm
 from bandmaster import Concat, Dispatch, Gather, PerRank, Split, TransferProtocol, register
@@ -195,6 +195,22 @@ def test_operations_on_rows_keep_every_dtype_of_pandas(cutter, index):
         rows = cutter.echo.submit(column)
         assert_same(rows[1:4].result(), column.iloc[1:4])
         assert_same(bm.concat([rows[[5, 0]], rows]).result(), pandas.concat([column.iloc[[5, 0]], column]))
+
+
+@few_backends
+@pytest.mark.parametrize("size", [1, 20_000])
+@pytest.mark.parametrize("lengths", [[3, 1, 2, 4], [3, 3, 1, 2]], ids=["ragged", "equal on one rank"])
+def test_a_lazy_stack_of_unequal_rows_is_a_handle(cutter, size, lengths):
+    def lengths_of(stack, name="ids"):
+        return [len(row[name]) // size for row in stack.unbind(0)]
+
+    stack = lazy_stack([TensorDict({"ids": torch.zeros(n * size), "n": torch.tensor(n)}) for n in lengths])
+    rows = cutter.echo.submit(stack)
+    assert (len(rows), list(rows.schema)) == (4, ["ids", "n"])
+    assert lengths_of(cutter.echo(rows)) == lengths_of(rows.result()) == lengths
+    assert lengths_of(rows[[3, 0]].result()) == [lengths[3], lengths[0]]
+    assert lengths_of(bm.concat([rows, cutter.put(stack)]).result()) == lengths * 2
+    assert lengths_of(rows.sort_by("n").rename(ids="tokens").select("tokens").result(), "tokens") == sorted(lengths)
 
 
 @few_backends

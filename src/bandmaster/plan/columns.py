@@ -78,6 +78,8 @@ def choose_columns(value: Any, names: Mapping[Any, Any]) -> Any:
     if is_frame(value):
         chosen, new = value[list(names.values())], {old: new for new, old in names.items()}
         return chosen if list(new) == [*new.values()] else chosen.set_axis(chosen.columns.map(new), axis=1)
+    if _is_lazy_stack(value):
+        return type(value)(*[choose_columns(row, names) for row in value.tensordicts], stack_dim=value.stack_dim)
     columns = {new: value[old] for new, old in names.items()}
     return type(value)(columns, batch_size=value.batch_size) if _is_tensordict(value) else rebuilt(value, columns)
 
@@ -127,6 +129,8 @@ def _columns(value: Any) -> Mapping[Any, Any] | None:
     """The columns of a value that has names for them; None for any other value."""
     if _is_tensordict(value):
         return dict(value.items())
+    if _is_lazy_stack(value):  # whose rows may differ in shape on one rank and not on another
+        return {name: [row[name] for row in value.unbind(0)] for name in value.keys()}  # noqa: SIM118
     if isinstance(value, Mapping):
         return value
     return {name: value[name] for name in value.columns} if is_frame(value) else None
@@ -157,6 +161,10 @@ def _name_of(dtype: Any) -> str:
 
 def _is_tensordict(value: Any) -> bool:
     return _is_of(value, "tensordict", "TensorDict")
+
+
+def _is_lazy_stack(value: Any) -> bool:
+    return _is_of(value, "tensordict", "LazyStackedTensorDict")
 
 
 def is_frame(value: Any) -> bool:

@@ -35,7 +35,6 @@ from bandmaster.contract import (
     Reply,
     Rows,
 )
-from bandmaster.errors import BatchError
 from bandmaster.errors.failure import Failure, FailureKind, reraise_if_from_signal, summary_of
 from bandmaster.plan.columns import facts_of
 from bandmaster.platform.locks import SigintSafeLock
@@ -207,7 +206,7 @@ class Executor:
         try:
             payload = encode(value)
             if reply == Reply.KEEP and payload.nbytes > KEPT_FROM_NBYTES:
-                with suppress(BatchError):  # the controller says so
+                with suppress(Exception):  # the controller says so
                     facts = facts_of(value, payload.nbytes)
                     return payload if facts is None else Rows(payload, facts)
             return payload
