@@ -99,6 +99,13 @@ class Labelled(dict):
     label = None
 
 
+class Measured(np.ndarray):
+    """An array with a unit."""
+
+    def __array_finalize__(self, other):
+        self.unit = getattr(other, "unit", None)
+
+
 class Attributes(dict):
     """A dict whose items are its attributes too."""
 
@@ -129,6 +136,7 @@ def batches():
         "recarray": np.rec.array([(n, 2.0 * n) for n in range(5)], dtype=[("n", int), ("x", float)]),
         "tensor": numbers,
         "bf16": numbers.to(torch.bfloat16),
+        "u16": torch.arange(5).to(torch.uint16),
         "jagged": jagged(3, 1, 2, 1, 4),
         "sparse": numbers.to_sparse(),
         "list": ["a", None, 3, [], {}],
@@ -227,6 +235,15 @@ def test_dtypes_are_kept():
         batch = batches()[kind]
         assert slice_rows(batch, 1, 1).dtype == batch.dtype
         assert concat_rows([slice_rows(batch, 0, 2), batch]).dtype == batch.dtype
+
+
+def test_joined_arrays_keep_what_the_first_knows_beyond_its_items():
+    measured = np.arange(3).view(Measured)
+    measured.unit = "s"
+    masked = np.ma.MaskedArray([1, 2], [0, 1], fill_value=-1)
+
+    assert concat_rows([measured[:2], measured[2:]]).unit == "s"
+    assert concat_rows([masked, masked]).fill_value == concat_rows([np.zeros(1, int), masked]).fill_value == -1
 
 
 def test_slices_are_views_and_joins_are_not():

@@ -214,6 +214,12 @@ def test_a_lazy_stack_of_unequal_rows_is_a_handle(cutter, size, lengths):
 
 
 @few_backends
+def test_frames_without_columns_are_concatenated_by_handle(cutter):
+    rows = cutter.echo.submit(pandas.DataFrame(index=range(4)))
+    assert bm.concat([rows, rows[:1]]).result().shape == (5, 0)
+
+
+@few_backends
 @pytest.mark.parametrize("name", ["ordered category", "Int8", "time with a zone", "default string", "period", 0])
 def test_rows_are_sorted_as_pandas_sorts_them(cutter, name):
     frame = every_dtype()

@@ -72,10 +72,13 @@ def _tensor_take(value: Any, numbers: np.ndarray[Any, Any]) -> Any:
     torch = sys.modules["torch"]
     if value.is_nested:
         return _nested(value, list(map(value.unbind().__getitem__, numbers.tolist())))
+    index = torch.from_numpy(numbers).to(value.device)
     try:
-        return value.index_select(0, torch.from_numpy(numbers).to(value.device))
-    except (RuntimeError, NotImplementedError) as error:
-        raise _refused([value]) or error from None
+        return value.index_select(0, index)
+    except (RuntimeError, NotImplementedError):
+        if error := _refused([value]):
+            raise error from None
+        return value[index]  # of a dtype that `index_select` lacks, such as uint16
 
 
 def _nested(like: Any, rows: Sequence[Any]) -> Any:
@@ -157,10 +160,15 @@ def _nested_keys(value: Any) -> list[Any]:
 def _array_concat(values: Sequence[Any]) -> Any:
     masked = sys.modules.get("numpy.ma")  # numpy imports it on first use
     if masked is not None and any(issubclass(kind, masked.MaskedArray) for kind in set(map(type, values))):
-        return masked.concatenate(values)  # np.concatenate drops the masks
+        joined = masked.concatenate(values)  # np.concatenate drops the masks
+        joined.fill_value = next(value.fill_value for value in values if isinstance(value, masked.MaskedArray))
+        return joined
     dtypes = {value.dtype for value in values}
     joined = np.concatenate(values, dtype=dtypes.pop() if len(dtypes) == 1 else None)  # dtype= keeps the byte order
-    return joined if type(joined) is type(values[0]) else joined.view(type(values[0]))
+    if type(joined) is not type(values[0]):
+        joined = joined.view(type(values[0]))
+        joined.__array_finalize__(values[0])  # for its attributes
+    return joined
 
 
 def _dataset_split(value: Any, start: int, stop: int) -> Any:

@@ -108,10 +108,14 @@ class Handle:
         Args:
             rows: A slice, the numbers of rows, or a boolean for each row.
         """
-        if not isinstance(rows, slice) and np.ndim(rows) != 1:
+        try:
+            is_valid = range(0)[rows] is not None if isinstance(rows, slice) else np.ndim(rows) == 1
+        except (TypeError, ValueError):  # a slice by 2.0 or with step 0, lists of unequal length
+            is_valid = False
+        if not is_valid:
             raise UsageError(
-                f"the rows of a future are selected by a slice, an array of numbers or a boolean mask, got {rows!r}; "
-                "rows[i:i+1] is a single one"
+                "the rows of a future are selected by a slice of whole numbers, an array of numbers or a boolean mask, "
+                f"got {rows!r}; rows[i:i+1] is a single one"
             )
         chosen = rows if isinstance(rows, slice) else np.array(rows)  # a copy, as the caller may change it
         return self._taken("rows", lambda n_rows: index_of(chosen, n_rows))

@@ -180,7 +180,7 @@ def concat(tables: Sequence[Table], labels: Sequence[str]) -> Table:
         blocks.append(
             _stacked([_renamed(table.blocks[number], chosen) for table, number in zip(tables, numbers, strict=True)])
         )
-    return Table(tuple(blocks))
+    return Table(tuple(blocks or [_stacked([table.blocks[0] for table in tables])]))  # without columns there is one
 
 
 def check_named(table: Table, label: str, what: str) -> None:
