@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 from collections import deque
@@ -12,6 +13,7 @@ from typing import Any
 from weakref import ref
 
 from bandmaster.contract import Workers
+from bandmaster.errors import ResourceError
 from bandmaster.requests.request import Request
 
 _READER = "_bandmaster_reader"  # attribute of event loops
@@ -80,7 +82,12 @@ class LoopReader:
             for other in list(self._watched):
                 if not other.check(is_thorough=False):  # it was stopped
                     self._ignore(other)
-            arrivals = select.epoll.fromfd(os.dup(fd))  # the number of `fd` is free for others when that is closed
+            try:
+                arrivals = select.epoll.fromfd(os.dup(fd))  # the number of `fd` is free for others when that is closed
+            except OSError as error:
+                if error.errno == errno.EBADF:  # another thread has stopped them just now, which ends the request
+                    return
+                raise ResourceError(f"there is no descriptor to await replies with ({error})") from error
             self.loop.add_reader(arrivals, self._read, workers)
             self._watched[workers] = arrivals
 
