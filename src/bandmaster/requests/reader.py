@@ -18,6 +18,7 @@ from bandmaster.requests.request import Request
 
 _READER = "_bandmaster_reader"  # attribute of event loops
 _AWAITED = "_bandmaster_awaited"  # another one: the futures of `LoopReader.add`, and so the tasks that await them
+_WATCHED = "_bandmaster_watched"  # another one: workers, each with a descriptor of its own, which `stop` does not close
 
 
 class LoopReader:
@@ -33,10 +34,10 @@ class LoopReader:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = ref(loop)  # which has this
         setattr(loop, _AWAITED, set())
+        setattr(loop, _WATCHED, {})
         self._arrived: deque[ref[asyncio.Future[None]]] = deque()  # that `tell` was called with
         self._soon: deque[Callable[[], object]] = deque()
         self._requests: dict[Request, None] = {}  # those that are waited for
-        self._watched: dict[Workers, select.epoll] = {}  # with a descriptor of its own, which `stop` does not close
         self._is_reading = self._is_scheduled = False
 
     @property
@@ -45,6 +46,11 @@ class LoopReader:
         loop = self._loop()
         assert loop is not None, "it calls this"
         return loop
+
+    @property
+    def _watched(self) -> dict[Workers, select.epoll]:
+        watched: dict[Workers, select.epoll] = getattr(self.loop, _WATCHED)
+        return watched
 
     @classmethod
     def of(cls, loop: Any = None) -> LoopReader:
