@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
 from types import SimpleNamespace
 
 import numpy as np
@@ -82,6 +83,10 @@ class Maker(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def total(self, rows):
         return int(rows["i"].sum())
+
+    @register(Dispatch.DP_PROTO, arguments={"names": bm.Broadcast()})
+    def named(self, ids, names):
+        return {name: ids * n for n, name in enumerate(names)}
 
     @register(Dispatch.ONE_TO_ALL)
     def process(self):
@@ -249,6 +254,24 @@ def test_rows_stay_on_their_hosts(group):
     assert used.exception() is None
     assert sum(agent.link.received_nbytes for agent in agents().values()) - before < 10_000
     assert (used.result()["y"] == ROWS["x"] * 2 + 1).all()
+
+
+def test_rows_may_have_many_columns_with_names_of_any_class(group):
+    Kind = Enum("Kind", [f"FEATURE_{n}" for n in range(1_500)])  # agents and workers cannot import it
+    made = group.named.submit(np.arange(10), list(Kind))
+    assert (len(made), list(made.schema)) == (10, list(Kind))
+    again = group.named.submit(made.select(Kind.FEATURE_2).result()[Kind.FEATURE_2], ["x"])
+    assert again.result()["x"].tolist() == [0] * 10
+    assert made.result()[Kind.FEATURE_1499].tolist() == [1_499 * n for n in range(10)]
+
+
+def test_what_was_answered_before_a_group_is_closed_is_kept(kept_hosts):
+    with bm.ResourcePool([1], backend="hosts") as pool:
+        group = bm.WorkerGroup(pool, Maker)
+        called = group.process.submit()
+        select.select([group._ownership.workers().arrivals], (), ())
+        group.close()
+        assert len(called.result()) == 1
 
 
 @settings(max_examples=25)

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import weakref
+from enum import Enum
 from itertools import combinations
 from pathlib import Path
 
@@ -149,6 +150,10 @@ class Rows(bm.Worker):
     def everywhere(self):
         return self.rank
 
+    @register(Dispatch.DP_PROTO, arguments={"names": bm.Broadcast()})
+    def named(self, ids, names):
+        return {name: ids * n for n, name in enumerate(names)}
+
     def process(self):
         return os.getpid()
 
@@ -208,6 +213,23 @@ def test_what_is_known_of_rows_that_stay(two, width):
         ("Rows.make", 2, 3),
     ]
     assert rows.result()["name"] == [f"row {i}" for i in range(7)]
+
+
+def test_rows_of_more_columns_than_a_message_has_names(two, three):
+    names = [f"model.layers.{n}.feature" for n in range(4_000)]
+    rows = two.named.submit(np.arange(4), names)
+    assert (len(rows), list(rows.schema)) == (4, names)
+    assert three.named(rows.select(names[3]).result()[names[3]], ["x"])["x"].tolist() == [0] * 4
+    again = three.echo(rows[::-1].select(*names[1:]))
+    assert list(again) == names[1:] and again[names[3_999]].tolist() == [3 * 3_999, 2 * 3_999, 3_999, 0]
+
+
+def test_names_of_columns_may_be_of_any_class(two, three):
+    Kind = Enum("Kind", "ACTION REWARD")  # workers cannot import it
+    rows = two.named.submit(np.arange(LARGE), list(Kind))
+    assert list(rows.schema) == list(Kind)
+    assert list(three.echo(rows)) == list(Kind)
+    assert rows.select(Kind.REWARD).result()[Kind.REWARD].tolist() == list(range(LARGE))
 
 
 def test_rows_count_once_though_their_columns_were_joined_again(two, three):
@@ -821,6 +843,24 @@ def test_rows_outlive_the_worker_that_made_them(backend, three):
         assert three.who(rows)["id"].tolist() == list(range(7))
         group.restart()
         assert group.who(rows[::-1])["id"].tolist() == list(range(6, -1, -1))
+
+
+@pytest.mark.here
+@without_waiting
+def test_rows_of_ranks_that_have_died_are_freed_with_the_last_future(backend):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Rows)
+        before = len(os.listdir("/proc/self/fd"))
+        rows = [made(group) for _ in range(8)]
+        assert sum(map(len, rows)) == 8 * 7
+        for process in group.execute_all_sync("process"):
+            os.kill(process, signal.SIGKILL)
+        with pytest.raises(bm.WorkerDied):
+            group.everywhere()
+        first = rows[0]
+        del rows
+        assert len(os.listdir("/proc/self/fd")) <= before + 2
+        assert first.result()["id"].tolist() == list(range(7))
 
 
 @without_waiting

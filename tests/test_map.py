@@ -52,6 +52,10 @@ class Rows(bm.Worker):
     async def wide(self, rows, scale=1):
         return {"id": rows, "wide": np.repeat(rows[:, None] * scale, LARGE, 1).astype("f4")}
 
+    @register(Dispatch.REQUEST, concurrency=64)
+    async def narrow(self, rows):
+        return {"id": rows, "wide": np.ones((len(rows), 3))}
+
     @register(Dispatch.REQUEST, concurrency=8)
     async def sums(self, rows):
         rows["wide"][:] *= 2  # its own
@@ -104,6 +108,10 @@ class Rows(bm.Worker):
     async def count(self, row):
         self.inside += 1
         return row
+
+    @register(Dispatch.ONE_TO_ALL)
+    def total(self, rows):
+        return int(rows["id"].sum())
 
     @register(Dispatch.ONE_TO_ALL)
     def take_count(self):
@@ -446,6 +454,15 @@ def test_requests_take_handles(group):
         return await asyncio.gather(*[group.sums(rows[n : n + 1]) for n in range(4)])
 
     assert [value["id"].tolist() for value in asyncio.run(main())] == [[0], [1], [2], [3]]
+
+
+def test_the_whole_of_thousands_of_small_chunks_is_an_argument(group):
+    rows = group.narrow.map(np.arange(4000), chunk=1).future
+    assert len(rows) == 4000
+    before = len(os.listdir("/proc/self/fd"))
+    assert group.sums(rows).result(60)["sum"].tolist() == [6.0] * 4000
+    assert group.total(rows) == [sum(range(4000))] * 3
+    assert len(os.listdir("/proc/self/fd")) < before + 50, "the chunks have no descriptors of their own"
 
 
 def test_a_handle_that_is_no_batch_of_the_map_goes_with_each_request(group):

@@ -106,6 +106,11 @@ class Rollout(bm.Worker):
         return self.rank, value, self.inside
 
     @register(Dispatch.ONE_TO_ALL)
+    def touch(self, path):
+        path.with_name(f"{path.name} {self.rank}").touch()
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
     def squeeze(self, is_squeezed):
         """Let the process open no more descriptors, or as many as ever."""
         limit = most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -1283,6 +1288,20 @@ def test_closing_a_group_ends_its_requests(make_group, gate):
     assert [type(error) for error in found] == [bm.WorkerDied] * 2 and "the group was closed" in str(found[0])
     with pytest.raises(bm.ClosedError):
         group.chat("a")
+
+
+@pytest.mark.backends("local", "ray")
+@pytest.mark.parametrize("end", [bm.WorkerGroup.close, bm.WorkerGroup.restart])
+@pytest.mark.parametrize("n", [4, 100_000])
+def test_what_was_answered_before_the_end_of_the_workers_is_kept(make_group, tmp_path, end, n):
+    group = make_group(2, Rollout)
+    request, call = group.change(np.zeros(n)), group.touch.submit(tmp_path / "one")
+    group.touch.submit(tmp_path / "other")  # begins when the others were answered
+    while len(list(tmp_path.glob("other *"))) < 2:
+        time.sleep(0.001)
+    end(group)
+    assert request.result(DEADLINE).sum() == n
+    assert call.result(DEADLINE) == [0, 1]
 
 
 @pytest.mark.backends("local", "ray")

@@ -1,5 +1,6 @@
 """Ctrl-C, threads, forks and garbage at awkward moments: no answer is lost, shifted or seen by the wrong reader."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -18,6 +19,7 @@ import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.testing import held_resources
 from bandmaster.wire import lane
+from bandmaster.wire.messages import MAX_MESSAGE_NBYTES, Closed
 from bandmaster.wire.status_page import stacks
 
 
@@ -354,6 +356,21 @@ def test_sockets_have_the_buffer_that_messages_need_or_the_host_is_said_to_be_at
     message = r"2,147,483,647 bytes.*this host allows.*net\.core\.wmem_max"
     with bm.ResourcePool([1], backend="local") as pool, pytest.raises(bm.ResourceError, match=message):
         bm.WorkerGroup(pool, Forks)
+
+
+def test_no_message_is_cut():
+    with contextlib.ExitStack() as closing:
+        ends = [lane.Lane(end, lane.SegmentWriter()) for end in lane.lane_pair()]
+        for end in ends:
+            closing.callback(end.close)
+        ends[0].send(bytes(MAX_MESSAGE_NBYTES))
+        assert len(ends[1].receive()) == MAX_MESSAGE_NBYTES - lane.LENGTH_NBYTES
+        for send in (ends[0].send, ends[0].send_beside):
+            with pytest.raises(OSError, match=r"163,841 bytes .*at most 163,840"):
+                send(bytes(MAX_MESSAGE_NBYTES + 1))
+        ends[0].socket.send(bytes(MAX_MESSAGE_NBYTES + 1))  # as no lane does
+        with pytest.raises(Closed):
+            ends[1].receive()
 
 
 def test_closing_a_pool_while_threads_call_its_groups_ends_all_of_them(zygote):

@@ -25,6 +25,7 @@ from bandmaster.hosts.rows import PendingFetch, RowStore
 from bandmaster.wire.client import RequestTicket
 from bandmaster.wire.messages import (
     CallContent,
+    KeptElsewhere,
     MessageKind,
     ReplyKind,
     header_of,
@@ -328,8 +329,7 @@ class HostRanks:
         if outcome is None or isinstance(outcome, Failure | Payload):
             kind, content, large = _content_of(outcome, number << 24 | rank)
         else:
-            assert outcome.facts is not None, "a value without rows is returned"
-            kind, content, large = ReplyKind.ROWS, ((number, rank), tuple(outcome.facts)), {}
+            kind, content, large = ReplyKind.ROWS, ((number, rank), inline(_described(outcome))), {}
             self._store[number, rank] = outcome, None
         if isinstance(outcome, Failure) and not (ticket.is_dropped or isinstance(ticket, RequestTicket)):
             self._failed[rank] = number, ticket
@@ -413,6 +413,14 @@ def _content_of(outcome: Payload | Failure | None, name: int) -> tuple[int, Any,
         return ReplyKind.FAILURE, inline(encode(outcome)), {}
     assert outcome is not None, "it would be small"
     return ReplyKind.PART, name, {name: outcome}
+
+
+def _described(rows: Kept) -> Payload:
+    """The facts about rows, encoded, which this process need not decode."""
+    if isinstance(rows, KeptElsewhere):
+        return rows.described
+    assert rows.facts is not None, "a value without rows is returned"
+    return encode(rows.facts.plain)
 
 
 def _failure_of(error: Exception) -> Failure:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from weakref import finalize
 
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, NOT_STARTED, Kept, Launch, RowFacts, Signs, Ticket, WorkerCall, WorkerRecord
+from bandmaster.contract import CLOSED, NOT_STARTED, Kept, Launch, Signs, Ticket, WorkerCall, WorkerRecord
 from bandmaster.errors import ClosedError, PlacementError, ResourceError, RowsLost
 from bandmaster.errors.failure import REPLACED, Failure, FailureKind
 from bandmaster.hosts.agent import AgentServer
@@ -21,28 +21,34 @@ from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.settings import tree_from
 from bandmaster.rows.table import contains, united
 from bandmaster.wire.client import Client, MessageTicket
-from bandmaster.wire.messages import INLINE_NBYTES, CallContent, MessageKind, call_message, control_message, inline
+from bandmaster.wire.messages import (
+    INLINE_NBYTES,
+    CallContent,
+    KeptElsewhere,
+    MessageKind,
+    call_message,
+    control_message,
+    inline,
+)
 
 STACKS_TIMEOUT_S = 1.0
 Ranks = tuple[int, ...] | None  # None for all that the group has on a host
 
 
-class FarRows:
+class FarRows(KeptElsewhere):
     """Rows that lie on another host; see `bandmaster.contract.Kept`.
 
     Attributes:
         agent: The agent of that host.
         key: The key of the rows.
-        facts: What is known of the rows.
         place: ``"network"``.
-        origin: The name of the rows in messages.
     """
 
     place = "network"
 
-    def __init__(self, agent: Agent, links: AgentLinks, key: RowKey, facts: RowFacts) -> None:
-        self.agent, self.key, self.facts = agent, key, facts
-        self.origin: object = "rows"
+    def __init__(self, agent: Agent, links: AgentLinks, key: RowKey, described: Payload) -> None:
+        super().__init__(described)
+        self.agent, self.key = agent, key
         self._links = links.row_links
         self._copies: dict[Agent, tuple[Any, int]] = {}  # on other hosts: the rows that are there, and all that were
         self._pending: list[PendingFetch] = []  # fetches that were not waited for to their ends
@@ -145,9 +151,9 @@ class _FromAgent:
         self._agents, self._links = agents, links
         self.unpack = message.unpack
 
-    def kept(self, key: RowKey, facts: RowFacts) -> FarRows:
+    def kept(self, key: RowKey, described: Payload) -> FarRows:
         """The rows that a rank has left on its host, which may have replied through another one."""
-        return FarRows(self._agents[key[1]], self._links, key, facts)
+        return FarRows(self._agents[key[1]], self._links, key, described)
 
 
 class AgentWorkers(Client):
@@ -483,6 +489,7 @@ class AgentWorkers(Client):
 
     def stop(self, why: str = CLOSED) -> None:
         """End the workers; see `contract.Workers.stop`."""
+        self.links.check()  # what has arrived was answered before
         with self.lock:
             if self._why_stopped is None:
                 self._why_stopped = why

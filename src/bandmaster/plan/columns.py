@@ -48,6 +48,17 @@ class RowFacts(NamedTuple):
     nbytes: int
     schema: Schema
 
+    @property
+    def plain(self) -> tuple[int, int, dict[Hashable, tuple[Any, ...]]]:
+        """The facts without classes of this module, for a fast `encode`; `of_plain` reads them."""
+        return self.n_rows, self.nbytes, {name: tuple(column) for name, column in self.schema.items()}
+
+    @classmethod
+    def of_plain(cls, plain: tuple[int, int, dict[Hashable, tuple[Any, ...]]]) -> RowFacts:
+        """The facts that `plain` returned."""
+        n_rows, nbytes, schema = plain
+        return cls(n_rows, nbytes, {name: Column(*column) for name, column in schema.items()})
+
 
 def facts_of(value: Any, nbytes: int) -> RowFacts | None:
     """The facts about the rows of a value whose encoded size is ``nbytes``.

@@ -25,8 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bandmaster.codec import Payload
-from bandmaster.contract import RowFacts
-from bandmaster.wire.messages import INLINE_NBYTES, MAX_MESSAGE_NBYTES, Closed, inline
+from bandmaster.wire.messages import INLINE_NBYTES, MAX_MESSAGE_NBYTES, MAX_PARTS_NBYTES, Closed, inline
 from bandmaster.wire.segment_reader import KeptSegment, SegmentReader
 from bandmaster.wire.segments import Segment, SegmentWriter, SharedPayload
 
@@ -38,6 +37,7 @@ MAX_IDS = 512  # of segments, of each kind, in the control part of one message
 _SO_SNDBUFFORCE = 32  # asm-generic/socket.h: as SO_SNDBUF, past the limit, for a process with CAP_NET_ADMIN
 _SEND_FLAGS = int(socket.MSG_NOSIGNAL)
 _TRUNCATED = int(socket.MSG_CTRUNC)
+_CUT = int(socket.MSG_TRUNC)
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
 _RECEIVE_FLAGS = int(socket.MSG_CMSG_CLOEXEC)
 _RECEIVE_NOW_FLAGS = _RECEIVE_FLAGS | _DONT_WAIT
@@ -148,9 +148,10 @@ class Lane:
         Raises:
             Closed: The other end is gone.
             BlockingIOError: The other end does not read, and this one does not wait; the lane is as it was.
-            OSError: The message could not be sent; the lane is as it was.
+            OSError: The message could not be sent, as it is too large, for example; the lane is as it was.
         """
         if not (segments or self._claims or self.reader.leases.has_records or any(self._news)):
+            _check_size(len(message))
             try:
                 self.socket.send(message, self._send_flags)
             except ConnectionError:
@@ -159,7 +160,8 @@ class Lane:
         self._claims = {}  # this end is done with what it has received
         self._note_returned()
         new = [segment for segment in segments if segment.id not in self._attached]
-        while len(new) > MAX_DESCRIPTORS:
+        is_large = len(message) > MAX_PARTS_NBYTES  # so that there may be no room for what there is to tell
+        while len(new) > MAX_DESCRIPTORS or (is_large and any(self._news)):
             self._send_with_control(_NO_BODY, new[:MAX_DESCRIPTORS])
             new = new[MAX_DESCRIPTORS:]
         self._send_with_control(message, new, [segment.id for segment in segments])
@@ -169,6 +171,7 @@ class Lane:
         about_new = [(segment.id, segment.nbytes, segment.is_kept) for segment in new]
         about_old = [ids[:MAX_IDS] for ids in self._news]
         control = pickle.dumps((named, about_new, *about_old), protocol=5)
+        _check_size(len(control) + len(message))
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [s.fd for s in new]))] if new else []
         parts: list[bytes | memoryview] = [_LENGTH.pack(len(control)), control, memoryview(message)[LENGTH_NBYTES:]]
         try:
@@ -229,7 +232,7 @@ class Lane:
                 except ConnectionResetError:  # once, if the other end left messages unread; what it sent is behind that
                     continue
             n, ancillary, message_flags, _ = self._received[0]
-            if not n:
+            if not n or message_flags & _CUT:  # no lane sends what is cut: nothing that comes can be relied on any more
                 raise Closed
             (n_control,) = _LENGTH.unpack_from(view)
             body = view[LENGTH_NBYTES + n_control : n]
@@ -261,8 +264,9 @@ class Lane:
 
         Raises:
             BlockingIOError: The other end does not read.
-            OSError: The other end is gone.
+            OSError: The other end is gone, or the message is too large.
         """
+        _check_size(len(message))
         self.socket.send(message, self._send_flags | _DONT_WAIT)
 
     def send_socket(self, message: bytes, sock: socket.socket) -> None:
@@ -304,13 +308,13 @@ class Lane:
             raise OSError(errno.EMFILE, f"a segment of shared memory cannot be opened: {self._why_unopened}")
         return claim
 
-    def kept(self, part: int, facts: RowFacts) -> KeptSegment:
-        """The kept rows in the segment that a part of the last body names.
+    def kept(self, part: int, described: Payload) -> KeptSegment:
+        """The kept rows in the segment that a part of the last body names, and whose facts are these.
 
         Raises:
             OSError: The segment cannot be opened here.
         """
-        return KeptSegment(self.claim(part), facts)
+        return KeptSegment(self.claim(part), described)
 
     def _take_control(self, control: memoryview, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> None:
         """Take what a message tells of segments, the new ones, and the claims on those that it names."""
@@ -384,6 +388,16 @@ class Lane:
         if self._segment_closed in self.writer.on_close:
             self.writer.on_close.remove(self._segment_closed)
         self.writer.forget_reader(self._reader_id)
+
+
+def _check_size(nbytes: int) -> None:
+    """Raise OSError for a message that the other end would receive cut."""
+    if nbytes > MAX_MESSAGE_NBYTES:
+        raise OSError(
+            errno.EMSGSIZE,
+            f"cannot send a message of {nbytes:,} bytes to a process of this host (at most {MAX_MESSAGE_NBYTES:,}): it "
+            "refers to too many arrays or kept rows; join them, or pass fewer at a time",
+        )
 
 
 def _descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:

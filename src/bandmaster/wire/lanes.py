@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import socket
 import threading
 from collections import deque
@@ -27,6 +28,7 @@ from bandmaster.wire import status_page
 from bandmaster.wire.client import Client, MessageTicket, RequestTicket
 from bandmaster.wire.lane import TELL_S, Lane
 from bandmaster.wire.messages import (
+    APART,
     INLINE_NBYTES,
     MAX_MESSAGE_NBYTES,
     MAX_PARTS_NBYTES,
@@ -39,14 +41,13 @@ from bandmaster.wire.messages import (
     control_message,
     header_of,
     inline,
+    nbytes_of,
 )
 from bandmaster.wire.poller import HAS_ROOM, Poller
 from bandmaster.wire.segment_reader import KeptSegment
 from bandmaster.wire.segments import Segment, SegmentPayload, SegmentWriter, SharedPayload
 
 MAX_UNANSWERED = min(256, status_page.N_SLOTS // 2)  # messages to one worker: each needs a slot on its status page
-REQUEST_NBYTES = 64  # of a request in a message, without its part and the name of its method
-MAX_NUMBERS_NBYTES = MAX_MESSAGE_NBYTES - MAX_PARTS_NBYTES - 8 * 1024  # of rows, in a message
 
 _T = TypeVar("_T")
 
@@ -173,7 +174,7 @@ class LaneClient(Client):
             if rank not in self.deaths:
                 requests = [self._that_fits(call) if len(call.parts) > 1 or call.rows else call for call in requests]
             numbered = list(zip(requests, self._new_requests(rank, len(requests), take), strict=False))
-            for some in as_fit(numbered, _nbytes_of):
+            for some in as_fit(numbered, lambda one: nbytes_of(one[0])):
                 segments: list[Segment] = []
                 content = [(ticket.number, self._content_of(call, segments), call.is_timed) for call, ticket in some]
                 if segments:
@@ -229,24 +230,20 @@ class LaneClient(Client):
         if len(parts) != 1 or type(parts[0]) is SharedPayload:  # else it is small, as most are
             parts = tuple([_named(part, segments) for part in parts])
         rows = [(label, _named(part, segments)) for label, part in call.rows] if call.rows else ()
-        present = _named(self._numbers_of(call.present), segments) if call.present else None
-        return call.method, int(call.reply), parts, rows, present
-
-    def _numbers_of(self, present: Mapping[int, Any]) -> Any:
-        """The part of the numbers of rows, which may take more than a message has room for."""
-        payload = encode(dict(present))
-        return inline(payload) if payload.nbytes <= MAX_NUMBERS_NBYTES else self._share(payload)
+        return call.method, int(call.reply), parts, rows, _present_in(call)
 
     def _that_fits(self, call: WorkerCall) -> WorkerCall:
-        """A call that fits into one message: of parts that are too large together, the largest go into segments."""
-        n, labels = len(call.parts), [label for label, _ in call.rows]
-        parts = [*call.parts, *(part for _, part in call.rows)]
-        sizes = [0 if isinstance(part, SharedPayload) else Payload(*part).nbytes for part in parts]
-        while sum(sizes) > MAX_PARTS_NBYTES:
-            largest = sizes.index(max(sizes))
-            parts[largest] = self._share(Payload(*parts[largest]), is_kept=largest >= n)
-            sizes[largest] = 0
-        return call._replace(parts=tuple(parts[:n]), rows=tuple(zip(labels, parts[n:], strict=True)))
+        """A call that fits into one message: what is too large together, or too many parts, goes into one segment."""
+        if nbytes_of(call) <= MAX_PARTS_NBYTES:
+            return call
+        parts = [part for part in call.parts if type(part) is tuple]
+        rows = [(label, part) for label, part in call.rows if type(part) is tuple]
+        apart = self._share(Payload(pickle.dumps((parts, rows, _present_in(call)), protocol=5)))
+        return call._replace(
+            parts=tuple([part for part in call.parts if type(part) is not tuple]),
+            rows=((APART, apart), *[(label, part) for label, part in call.rows if type(part) is not tuple]),
+            present={},
+        )
 
     def _flush(self, rank: int) -> None:
         """Send the queued messages of a rank, as far as it reads and replies; a thread sends the rest."""
@@ -258,8 +255,8 @@ class LaneClient(Client):
                 self._poller.ask_for_room(lane.fileno(), True)
                 break
             except Closed:
-                self._clear(rank)
                 self._read_to_the_end(rank)
+                self.note_death(rank)
                 return
             except OSError as error:
                 self._drop(rank, queue[0], Failure.of(error))
@@ -295,18 +292,23 @@ class LaneClient(Client):
             self._poller.receive_all()
         return not self.is_stopped
 
-    def _take(self, rank: int, events: int) -> None:
-        """Take one reply of a rank, if there is one, and send what waits for it; it may be that of another thread."""
+    def _take(self, rank: int, events: int) -> bool:
+        """Take one reply of a rank, if there is one, and send what waits for it; it may be that of another thread.
+
+        Returns:
+            Whether there was one.
+        """
         if rank in self.deaths:
-            return
+            return False
         lane = self._lanes[rank]
         if events & HAS_ROOM:
             self._poller.ask_for_room(lane.fileno(), False)
         try:
             body = lane.receive(block=False)
         except Closed:
-            self.note_death(rank)
-            return
+            if not self.is_stopped:
+                self.note_death(rank)
+            return False
         if body is not None:
             if not self._take_reply((rank,), body, lane):  # a worker that was interrupted as it replied replies twice
                 status_page.resume(self.processes[rank], header_of(body)[1])
@@ -314,6 +316,7 @@ class LaneClient(Client):
                 self._have_leases_ended()
         if self._queues[rank]:
             self._flush(rank)
+        return body is not None
 
     # --- leases ---
 
@@ -436,6 +439,9 @@ class LaneClient(Client):
         self._is_over.set()
         for rank, lane in self._lanes.items():
             if rank not in self.deaths:
+                with suppress(OSError):
+                    lane.socket.shutdown(socket.SHUT_RD)  # what is sent from here on comes too late
+                    self._read_to_the_end(rank)
                 self.deaths[rank] = Failure(FailureKind.DIED, why)
                 self._hang_up(rank)
             lane.close()
@@ -444,13 +450,10 @@ class LaneClient(Client):
         self._writer.close()
 
     def _read_to_the_end(self, rank: int) -> None:
-        """Take what a worker replied before it hung up; nothing is queued for it any more."""
-        open_here, requests = self._open[rank], self._requests[rank]
-        n_open = len(open_here) + len(requests) + 1
-        while rank not in self.deaths and len(open_here) + len(requests) < n_open:
-            n_open = len(open_here) + len(requests)
-            self._take(rank, 0)
-        self.note_death(rank)
+        """Take all that a worker has replied; it gets no more messages."""
+        self._clear(rank)
+        while self._take(rank, 0):
+            pass
 
     def note_death(self, rank: int, failure: Failure | None = None) -> None:
         """Note the death of a rank, which its lane need not have told of; the lock is held.
@@ -475,6 +478,8 @@ class LaneClient(Client):
     def _hang_up(self, rank: int) -> None:
         self._writer.forget_reader(rank)
         self._clear(rank)
+        if rank in self._lanes:
+            self._lanes[rank].reader.close()  # rows that nobody has any more; leases keep those that somebody has
         self._fail_open(rank, self.deaths[rank])
 
 
@@ -483,14 +488,9 @@ def _is_call(outgoing: _Outgoing) -> bool:
     return len(tickets) == 1 and not isinstance(tickets[0], RequestTicket)
 
 
-def _nbytes_of(numbered: tuple[WorkerCall, RequestTicket]) -> int:
-    """The size of a request in a message, at most."""
-    call = numbered[0]
-    if not call.rows and len(call.parts) == 1 and type(call.parts[0]) is tuple and not call.parts[0][1]:  # as most are
-        return REQUEST_NBYTES + len(call.method) + len(call.parts[0][0])
-    parts = [part for part in (*call.parts, *(part for _, part in call.rows)) if type(part) is tuple]
-    n_numbers = len(call.method) + 8 * sum(map(len, call.present.values()))
-    return REQUEST_NBYTES * (1 + 3 * len(call.rows)) + n_numbers + sum([Payload(*part).nbytes for part in parts])
+def _present_in(call: WorkerCall) -> Any:
+    """The part of the numbers of the rows that are present."""
+    return inline(encode(dict(call.present))) if call.present else None
 
 
 def _named(part: Any, segments: list[Segment]) -> Any:

@@ -20,10 +20,11 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 from bandmaster.codec import Payload, decode, encode
-from bandmaster.contract import TIMES, Kept, RowFacts
+from bandmaster.contract import TIMES, Kept, RowFacts, WorkerCall
 from bandmaster.errors.failure import Failure, FailureKind
 
 T = TypeVar("T")
@@ -31,6 +32,8 @@ T = TypeVar("T")
 INLINE_NBYTES = 64 * 1024  # larger payloads go into a segment, which takes longer for smaller ones
 MAX_MESSAGE_NBYTES = 160 * 1024
 MAX_PARTS_NBYTES = 144 * 1024  # of all parts of one message together
+REQUEST_NBYTES = 64  # of a request in a message, without its parts and the name of its method
+PART_NBYTES = 32  # of a part or of rows in a message, without their bytes
 
 _HEADER = struct.Struct("<BQ")  # of a body: kind and number
 _START = struct.Struct("<IBQ")  # of what is sent: no control, and the header
@@ -45,6 +48,7 @@ header_of = _HEADER.unpack_from  # kind and number of a body
 # The content of a message with a call: name of the method, what happens to its value, parts of its arguments, the parts
 # of kept rows by label, and the part of the numbers of the rows that are present, by label.
 CallContent = tuple[str, int, Sequence[Any], Sequence[tuple[int, Any]], Any]
+APART = -1  # label of the first rows: their part has, pickled, further parts, rows, and the part of the numbers
 
 
 SmallReply = tuple[int, int, Any, bytes | None]  # of `ReplyKind.SEVERAL`
@@ -78,7 +82,7 @@ class ReplyKind:
     NOTHING = 0  # nothing: the value was dropped
     VALUE = 1  # the value's pickle stream
     PART = 2  # pickled: the part that names the value's payload
-    ROWS = 4  # pickled: the part that names the value's payload, which is kept, and its `RowFacts`
+    ROWS = 4  # pickled: the part that names the value's payload, which is kept, and that of its `RowFacts`
     FAILURE = 3  # pickled: the part that names the payload of a `Failure`
     SEVERAL = 5  # pickled: number, kind, what the kind says, and times or None of several small replies; its own is 0
     REPORT = 6  # pickled: what the worker has reported of itself, `Worker` says how; its own number is 0
@@ -96,17 +100,36 @@ class Receiver(Protocol):
             OSError: The segment that it lies in cannot be opened here.
         """
 
-    def kept(self, part: Any, facts: RowFacts) -> Kept:
-        """The kept rows that a part names.
+    def kept(self, part: Any, described: Payload) -> Kept:
+        """The kept rows that a part names, and whose facts are these.
 
         Raises:
             OSError: The segment that they lie in cannot be opened here.
         """
 
 
+class KeptElsewhere:
+    """The base of rows that lie in another process or in shared memory; see `Kept`.
+
+    Attributes:
+        described: The facts about the rows, encoded: only the process that asks for them needs the classes of the names
+            of columns.
+    """
+
+    origin: object = "rows"
+
+    def __init__(self, described: Payload) -> None:
+        self.described = described
+
+    @cached_property
+    def facts(self) -> RowFacts:
+        """The facts about the rows."""
+        return RowFacts.of_plain(decode(self.described))
+
+
 def inline(payload: Payload) -> tuple[bytes, tuple[bytearray, ...]]:
     """A payload as part of a body. Its buffers arrive as memory of the receiver's own, which may be written to."""
-    return payload.head, tuple(map(bytearray, payload.buffers)) if payload.buffers else ()
+    return bytes(payload.head), tuple(map(bytearray, payload.buffers)) if payload.buffers else ()
 
 
 def call_message(number: int, content: CallContent, flags: int = 0) -> bytes:
@@ -173,6 +196,17 @@ def small_reply(outcome: Any) -> tuple[int, Any] | None:
     return (ReplyKind.PART, inline(payload)) if payload.buffers else (ReplyKind.VALUE, bytes(payload.head))
 
 
+def nbytes_of(call: WorkerCall) -> int:
+    """The size of a call or request in a message, at most."""
+    nbytes = REQUEST_NBYTES + len(call.method)
+    if not call.rows and len(call.parts) == 1 and type(call.parts[0]) is tuple and not call.parts[0][1]:  # as most are
+        return nbytes + len(call.parts[0][0])
+    parts = [*call.parts, *[part for _, part in call.rows]]
+    nbytes += sum([REQUEST_NBYTES + getattr(numbers, "nbytes", 0) for numbers in call.present.values()])
+    sizes = [len(part[0]) + sum(map(len, part[1])) for part in parts if type(part) is tuple]
+    return nbytes + PART_NBYTES * len(parts) + sum(sizes)
+
+
 def as_fit(items: Sequence[T], nbytes_of: Callable[[T], int]) -> Iterator[Sequence[T]]:
     """Yield items, as many at a time as fit into a message, in order; one alone fits."""
     start = nbytes = 0
@@ -196,7 +230,7 @@ def outcome_of(kind: int, content: Any, receiver: Receiver) -> Payload | Kept | 
         return None
     try:
         if kind == ReplyKind.ROWS:
-            return receiver.kept(content[0], RowFacts(*content[1]))
+            return receiver.kept(content[0], Payload(*inline(receiver.unpack(content[1]))))
         payload = receiver.unpack(content)
     except OSError as error:  # the reply came, but there was no descriptor left for what it is in
         return Failure.of(error, FailureKind.UNRECEIVED)

@@ -18,10 +18,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bandmaster.codec import Payload
-from bandmaster.contract import RowFacts
 from bandmaster.platform.mapped_file import MappedFile
 from bandmaster.platform.proc import descriptors
 from bandmaster.platform.reference_queue import ReferenceQueue
+from bandmaster.wire.messages import KeptElsewhere
 
 ALIGNMENT = 64  # of every chunk, so that arrays are aligned for any instruction
 LENGTH_NBYTES = 8  # of each number in a segment's header
@@ -81,21 +81,19 @@ class SegmentLease:
         return Payload(head, tuple(buffers))
 
 
-class KeptSegment:
+class KeptSegment(KeptElsewhere):
     """Rows that a call has left on this host, in a kept segment; see `bandmaster.contract.Kept`.
 
     Attributes:
         lease: The claim on the segment.
-        facts: What is known of the rows.
         place: ``"shared memory"``.
-        origin: The name of the rows in messages.
     """
 
     place = "shared memory"
-    origin: object = "rows"
 
-    def __init__(self, lease: SegmentLease, facts: RowFacts) -> None:
-        self.lease, self.facts = lease, facts
+    def __init__(self, lease: SegmentLease, described: Payload) -> None:
+        super().__init__(described)
+        self.lease = lease
 
     def payload(self, timeout_s: float | None = None) -> Payload:
         """The encoded rows, in private memory that is mapped anew."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import select
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from bandmaster.contract import Report, Rows
 from bandmaster.errors.failure import Failure
 from bandmaster.wire.lane import TELL_S, Lane
 from bandmaster.wire.messages import (
+    APART,
     INLINE_NBYTES,
     CallContent,
     Closed,
@@ -204,6 +206,9 @@ def claimed(lane: Lane, content: CallContent, leases: dict[int, Any]) -> tuple[s
         OSError: A segment cannot be opened here.
     """
     method, reply, parts, rows, present = content
+    if rows and rows[0][0] == APART:
+        more, small, present = pickle.loads(lane.unpack(rows[0][1]).head)
+        parts, rows = [*parts, *more], [*rows[1:], *small]
     known = {} if present is None else decode(lane.unpack(present))
     readers: dict[int, RowReader] = {}
     for label, part in rows:
@@ -235,7 +240,7 @@ def reply(
     first reply.
     """
     kind, content, shared = _packed(lane, outcomes.pop())
-    segments = [] if shared is None else [shared.segment]
+    segments = [one.segment for one in shared if one is not None]
     lane.lease(segments)
     try:
         lane.send(reply_message(number, kind | flags, content, times), segments)
@@ -247,19 +252,22 @@ def reply(
     lane.writer.release()
 
 
-def _packed(lane: Lane, outcome: Payload | Rows | Failure | None) -> tuple[int, Any, SharedPayload | None]:
-    """Kind and content of the reply with an outcome, and the owner of the segment that it names.
+def _packed(lane: Lane, outcome: Payload | Rows | Failure | None) -> tuple[int, Any, Sequence[SharedPayload | None]]:
+    """Kind and content of the reply with an outcome, and the owners of the segments that it names.
 
     The caller keeps no reference to the arguments or the outcome, so that leases on their segments end with the reply.
     """
     if outcome is None:
-        return ReplyKind.NOTHING, None, None
-    if isinstance(outcome, Payload | Rows):
-        try:
-            if isinstance(outcome, Rows):
-                part, shared = lane.pack(outcome.payload, is_kept=True)
-                return ReplyKind.ROWS, (part, tuple(outcome.facts)), shared
-            return ReplyKind.PART, *lane.pack(outcome)
-        except OSError as error:
-            outcome = Failure.of(error)
-    return ReplyKind.FAILURE, *lane.pack(encode(outcome))
+        return ReplyKind.NOTHING, None, ()
+    try:
+        if isinstance(outcome, Rows):
+            part, shared = lane.pack(outcome.payload, is_kept=True)
+            facts, facts_shared = lane.pack(encode(outcome.facts.plain))
+            return ReplyKind.ROWS, (part, facts), (shared, facts_shared)
+        if isinstance(outcome, Payload):
+            part, shared = lane.pack(outcome)
+            return ReplyKind.PART, part, (shared,)
+    except OSError as error:
+        outcome = Failure.of(error)
+    part, shared = lane.pack(encode(outcome))
+    return ReplyKind.FAILURE, part, (shared,)
