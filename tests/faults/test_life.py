@@ -682,3 +682,38 @@ def test_a_group_is_not_for_forks_of_the_controller(make_pool):
     assert said.endswith("; closed")
     assert group.add(1) == [11, 11, 11]
     assert make_pool([1]).reserve() is not None
+
+
+def fork_that_leaves_by(how):
+    """Fork, as a method does: the child leaves, and its parent returns the exit code of the child."""
+    if (child := os.fork()) == 0:
+        if how == "exit":
+            sys.exit(3)
+        if how == "raise":
+            raise ValueError("in the child")
+        return "in the child"
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+class Forks(bm.Worker):
+    @register(execute_mode=bm.Execute.RANK_ZERO)
+    def fork(self, how):
+        return fork_that_leaves_by(how)
+
+    @register(execute_mode=bm.Execute.RANK_ZERO)
+    async def fork_async(self, how):
+        return fork_that_leaves_by(how)
+
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def fork_in_request(self, how):
+        return fork_that_leaves_by(how)
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_a_child_that_a_method_has_forked_ends_where_the_method_does(make_group, capfd):
+    group = make_group(1, Forks)
+    for method in (group.fork, group.fork_async, group.fork_in_request, group.fork):
+        codes = [method.submit(how).result(timeout=20) for how in ("exit", "raise", "return")]
+        assert codes == [3, 1, 0], "of the children: the worker itself has answered"
+    group.close()
+    assert capfd.readouterr().err.count("ValueError: in the child") == 4

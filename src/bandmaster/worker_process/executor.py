@@ -37,6 +37,7 @@ from bandmaster.contract import (
 )
 from bandmaster.errors.failure import Failure, FailureKind, reraise_if_from_signal, summary_of
 from bandmaster.plan.columns import facts_of
+from bandmaster.platform.forks import Forks, end_if_forked, n_forks
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.roles import Roles
 from bandmaster.wire.segment_reader import NO_ROWS, RowReaders
@@ -90,6 +91,7 @@ class Executor:
         self._has_path = False  # whether a call was one of another worker, so that the path has to be set for each
         self.generators: dict[str, Any] = {}
         self.early_limits: dict[str, int] = {}
+        self._n_forks = n_forks()  # a child that a method forks, and that leaves the method, is ended
 
     def prepare(self, context: WorkerContext) -> None:
         """Set the attributes that the worker has before its constructor runs."""
@@ -201,6 +203,8 @@ class Executor:
 
     def encoded(self, value: Any, reply: int) -> Payload | Rows | Failure | None:
         """The value of a method as the reply has it, or the failure if it cannot be pickled."""
+        if self._n_forks != Forks.count:
+            end_if_forked(self._n_forks)
         if reply == Reply.DROP or value is END:
             return None
         try:
@@ -219,6 +223,7 @@ class Executor:
 
     def failure(self, error: BaseException, kind: FailureKind = FailureKind.RAISED) -> Failure:
         """Describe an exception that was raised in this worker, as CANCELLED if it follows from an interrupt."""
+        end_if_forked(self._n_forks, error)
         failure = Failure.of(error, kind, self.device)
         if _follows_interruption(error):
             return replace(failure, kind=FailureKind.CANCELLED, summary="interrupted by the controller")
@@ -323,7 +328,8 @@ class Executor:
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the worker's event loop, and wait for its value, or for its end if it is cancelled."""
-        future, call = None, RunningCall()
+        future, call, method = None, RunningCall(), coroutine
+        coroutine = self._ending_forks(method)
         try:
             running.set(call)  # the coroutine has it, and tasks that it makes
             loop = self.event_loop()
@@ -332,6 +338,7 @@ class Executor:
             error = future.exception()
         except BaseException:  # the call was cancelled
             if future is None:
+                method.close()
                 coroutine.close()
             else:
                 future.cancel()
@@ -346,6 +353,16 @@ class Executor:
             return future.result()
         finally:
             error = future = None  # the error refers to this frame, and to those that have the arguments
+
+    async def _ending_forks(self, method: Coroutine[Any, Any, Any]) -> Any:
+        """Await a method; a child that it has forked ends here, as it must not run the event loop."""
+        try:
+            value = await method
+        except BaseException as error:
+            end_if_forked(self._n_forks, error)
+            raise
+        end_if_forked(self._n_forks)
+        return value
 
     def event_loop(self) -> EventLoopThread:
         """The event loop of async methods, which is made when it is first asked for."""
