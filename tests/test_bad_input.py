@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -1040,6 +1041,14 @@ REGISTRATIONS = {
     ),
     "no parentheses": (without_parentheses, ["@register needs parentheses", "above step"]),
     "no function": (above_a_property, ["@register must decorate a function", "property"]),
+    "a partial": (
+        lambda: register(Dispatch.ONE_TO_ALL)(partial(print, end="")),
+        ["@register must decorate a function, got functools.partial(", "write it directly above the def"],
+    ),
+    "a partial of a request": (
+        lambda: register(Dispatch.REQUEST)(partial(print, end="")),
+        ["@register must decorate a function, got functools.partial("],
+    ),
     "no protocol": (lambda: mark(3), ["a transfer protocol must be a Dispatch member", "got 3"]),
     "no execute mode": (lambda: mark(execute_mode="all"), ["Execute.ALL or Execute.RANK_ZERO", "'all'"]),
     "a mesh for a custom protocol": (lambda: mark(CUSTOM, mesh="train"), ["use no axes of a mesh; remove mesh="]),

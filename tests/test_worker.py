@@ -228,3 +228,33 @@ def test_an_override_without_a_parameter_that_its_registration_names_is_refused(
 
     with pytest.raises(bm.ProtocolError, match=r"names 'table', but .*Other\.look_up has only .*@register"):
         make_group(2, Other)
+
+
+class Config(dict):
+    def __getattr__(self, name):
+        return self[name]
+
+
+class Anything:
+    def __getattr__(self, name):
+        return self
+
+
+class SlottedConfig:
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
+class Configured(bm.Worker):
+    config, anything, slotted = Config(lr=0.1), Anything(), SlottedConfig()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def lr(self):
+        return self.config.lr
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_a_class_may_have_attributes_that_compute_theirs(make_group):
+    assert make_group(1, Configured).lr() == [0.1]

@@ -217,8 +217,9 @@ def make_worker(
 
 def imports_of(cls: type) -> tuple[str, ...]:
     """The slow modules of `_LONG_IMPORTS` that the methods of a class name, and therefore probably import."""
-    functions = [inspect.unwrap(getattr(one, "__func__", one)) for base in cls.__mro__ for one in vars(base).values()]
-    codes = [function.__code__ for function in functions if inspect.isfunction(function)]
+    functions = [_function_of(one) for base in cls.__mro__ for one in vars(base).values()]
+    unwrapped = [inspect.unwrap(function) for function in functions if inspect.isfunction(function)]
+    codes = [function.__code__ for function in unwrapped if inspect.isfunction(function)]
     found: set[str] = set()
     while codes:
         code = codes.pop()
@@ -283,8 +284,6 @@ def mark(method: Any, registration: Registration) -> Any:
         ProtocolError: ``method`` is not a function, or the registration names a parameter that it does not have.
     """
     function = _function_of(method)
-    if not callable(function):
-        raise ProtocolError(f"@register must decorate a function, got {method!r}; write it directly above the def")
     _check_arguments(function, registration)
     setattr(function, _MARK, registration)
     return method
@@ -302,7 +301,7 @@ def registrations(cls: type[Worker]) -> dict[str, Registration]:
     for name in dir(cls):
         functions = [_function_of(vars(base)[name]) for base in cls.__mro__ if name in vars(base)]
         for function in functions:
-            registration = getattr(function, _MARK, None)
+            registration = _registration_of(function)
             if isinstance(registration, Registration) and callable(functions[0]):
                 _check_arguments(functions[0], registration)
                 found[name] = registration
@@ -313,6 +312,14 @@ def registrations(cls: type[Worker]) -> dict[str, Registration]:
 def _function_of(method: Any) -> Any:
     """The function inside a `classmethod` or `staticmethod`; other values unchanged."""
     return method.__func__ if isinstance(method, classmethod | staticmethod) else method
+
+
+def _registration_of(function: Any) -> Any:
+    """The registration with which `mark` has marked a function; other attributes of a class have none."""
+    try:
+        return getattr(function, "__dict__", {}).get(_MARK)  # an attribute may answer to any other name
+    except Exception:  # it may also raise anything
+        return None
 
 
 def _check_request(method: Callable[..., Any], registration: Registration) -> None:
@@ -330,7 +337,9 @@ def _check_request(method: Callable[..., Any], registration: Registration) -> No
         )
 
 
-def _check_arguments(method: Callable[..., Any], registration: Registration) -> None:
+def _check_arguments(method: Any, registration: Registration) -> None:
+    if not callable(method) or not hasattr(method, "__qualname__"):  # such as a functools.partial
+        raise ProtocolError(f"@register must decorate a function, got {method!r}; write it directly above the def")
     # A static method has no self, and @staticmethod may be written above @register.
     names = [name for name in inspect.signature(method).parameters if name not in ("self", "cls")]
     for name, rule in registration.arguments.items():
