@@ -915,3 +915,36 @@ def test_a_value_that_interrupts_a_thread_where_ctrl_c_cannot_come_is_an_error(m
     told.clear()
     group.echo.submit(1).add_done_callback(lambda _: told.set())
     assert told.wait(10)
+
+
+class Late(Exception):
+    """Raised by the handler of an alarm."""
+
+
+class AlarmAtPickling:
+    """An alarm rings while an object of this class is pickled."""
+
+    def __reduce__(self):
+        signal.raise_signal(signal.SIGALRM)
+        raise AssertionError("the handler has raised")
+
+
+class Echo(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def echo(self, value):
+        return value
+
+
+@pytest.mark.backends("local")
+def test_what_the_handler_of_an_alarm_raises_as_arguments_are_pickled_is_no_error_of_theirs(make_group):
+    def ring(*_):
+        raise Late
+
+    group = make_group(2, Echo)
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        with pytest.raises(Late):
+            group.echo(AlarmAtPickling())
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert group.echo(1) == [1, 1]

@@ -178,10 +178,10 @@ def reraise_if_from_signal(error: BaseException) -> None:
     """Raise ``error`` again if it is a KeyboardInterrupt, or if the Python function that handles a signal raised it.
 
     Pickling and unpickling run the user's code, whose exceptions belong to the pickled value. A signal handler can
-    raise at the same place, for example a SystemExit on SIGTERM; its exception must end the program. Handlers run in
-    the main thread alone.
+    raise at the same place, for example a SystemExit on SIGTERM, or a timeout on SIGALRM; its exception is the
+    program's. Handlers run in the main thread alone.
     """
-    if isinstance(error, Exception) or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         return
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     codes = [getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers]

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bandmaster.errors import BatchError, UsageError
+from bandmaster.errors.failure import reraise_if_from_signal
 from bandmaster.plan.batch_types import (
     KNOWN_BY_NAME,
     MAPPING,
@@ -159,6 +160,7 @@ class Batch:
         except BatchError:
             raise
         except Exception as error:
+            reraise_if_from_signal(error)
             raise BatchError(f"cannot split the rows of {_name(self.value)}: {error}") from error
 
     def row(self, number: int) -> Any:
@@ -178,6 +180,7 @@ class Batch:
         except BatchError:
             raise
         except Exception as error:
+            reraise_if_from_signal(error)
             raise BatchError(f"cannot split the rows of {_name(self.value)}: {error}") from error
 
     def _by_runs(self, numbers: np.ndarray[Any, Any]) -> Any:
@@ -263,6 +266,7 @@ def concat(batches: Sequence[Batch], numbers: Sequence[Index] | None = None) -> 
     except (BatchError, MemoryError):  # a lack of memory is not a fault of the values
         raise
     except Exception as error:
+        reraise_if_from_signal(error)
         raise BatchError(f"cannot join {len(batches)} values of type {_name(first.value)}: {error}") from error
 
 

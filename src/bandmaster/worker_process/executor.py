@@ -133,7 +133,8 @@ class Executor:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # the user's code may raise anything, SystemExit included
-                reraise_if_from_signal(error)  # e.g. the SystemExit of a SIGTERM handler, which ends the process
+                if not isinstance(error, Exception):
+                    reraise_if_from_signal(error)  # e.g. the SystemExit of a SIGTERM handler, which ends the process
                 outcome: Payload | Rows | Failure | None = self.failure(error)
             else:
                 if self._marks is not None:
@@ -217,7 +218,8 @@ class Executor:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # pickling runs the user's code, too
-            reraise_if_from_signal(error)
+            if not isinstance(error, Exception):
+                reraise_if_from_signal(error)
             what = f"the returned {type(value).__name__} cannot be pickled: {summary_of(error)}"
             return self.failure(TypeError(what).with_traceback(error.__traceback__), FailureKind.RESULT)
 
