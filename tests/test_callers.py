@@ -182,7 +182,7 @@ def warm(rollout, agents):
     """Have all event loops and connections made, which last as long as the groups."""
 
     async def ask(group):
-        return await group.chat("a"), await group.load.submit(0), await group.double_by_functions.submit(np.arange(2))
+        return await group.chat("a"), await group.load.submit(0)
 
     rollout.chat.all("").result(DEADLINE)
     agents.await_(ask)
@@ -479,7 +479,9 @@ def test_a_call_of_a_worker_that_is_cancelled_as_it_is_planned_is_not_left_runni
     assert agents.await_.options(timeout=DEADLINE)(_load) == [2]  # the controller has heard of the cancel before
     (tmp_path / "plan").touch()
     wait_for(tmp_path / "planned")
-    assert planned.load.options(timeout=DEADLINE)(1) == [(0, 0), (1, 0)]
+    for _ in range(3):  # one may overtake a call that is submitted now
+        assert planned.load.options(timeout=DEADLINE)(1) == [(0, 0), (1, 0)]
+        assert agents.await_.options(timeout=DEADLINE)(_load) == [2]
 
 
 async def _hold_all(_, planned, folder):

@@ -9,6 +9,7 @@ import pytest
 
 from bandmaster import errors
 from bandmaster.errors import (
+    STILL_RUNS,
     ArgumentError,
     BandmasterError,
     CallTimeout,
@@ -96,6 +97,25 @@ def test_a_timeout_survives_a_pickle():
         "Actor.step got no reply from rank 0, 2 within 1.5 s; the call still runs: wait again with "
         "error.future.result(), or cancel it with error.future.cancel()"
     )
+
+
+@pytest.mark.parametrize(
+    ("why", "what_next", "text"),
+    [
+        ("", STILL_RUNS, "; it was cancelled: make it again"),
+        (
+            "B.use takes its rows: ",
+            "wait again with error.future.result()",
+            "; B.use takes its rows: it was cancelled:",
+        ),
+        ("", "each replica runs 2 requests; give it more", "; give it more; it was cancelled: make it again"),
+    ],
+)
+def test_a_timeout_that_has_cancelled_says_so_and_not_to_wait_again(why, what_next, text):
+    error = CallTimeout("Actor.step", (0,), 1.5, what_next=what_next, why=why)
+    error.has_cancelled()
+    assert text in str(error) and "wait again" not in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 @pytest.mark.parametrize(

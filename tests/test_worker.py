@@ -4,6 +4,7 @@ import errno
 import os
 import socket
 import struct
+from functools import partial
 
 import pytest
 
@@ -253,6 +254,35 @@ class Configured(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def lr(self):
         return self.config.lr
+
+
+class timed:
+    """A decorator that stands for its function, and forwards its attributes."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __get__(self, worker, cls):
+        return self if worker is None else partial(self, worker)
+
+    def __call__(self, *args):
+        return self.function(*args)
+
+    def __getattr__(self, name):
+        if name == "function":  # pickle asks before it is there
+            raise AttributeError(name)
+        return getattr(self.function, name)
+
+
+@pytest.mark.backends("inprocess")
+def test_a_decorator_may_stand_above_a_registration(make_group):
+    class Timed(bm.Worker):
+        @timed
+        @register(Dispatch.ONE_TO_ALL)
+        def echo(self, value):
+            return value
+
+    assert make_group(1, Timed).echo(3) == [3]
 
 
 @pytest.mark.backends("inprocess", "local")

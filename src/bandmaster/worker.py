@@ -317,8 +317,8 @@ def _function_of(method: Any) -> Any:
 def _registration_of(function: Any) -> Any:
     """The registration with which `mark` has marked a function; other attributes of a class have none."""
     try:
-        return getattr(function, "__dict__", {}).get(_MARK)  # an attribute may answer to any other name
-    except Exception:  # it may also raise anything
+        return getattr(function, _MARK, None)
+    except Exception:  # an attribute that computes its own may raise anything
         return None
 
 

@@ -140,8 +140,8 @@ MUTANTS = [
     Mutant(
         "last-words",
         "wire/lanes.py",
-        "            self._take(rank, 0)\n        self.note_death(rank)\n",
-        "            break\n        self.note_death(rank)\n",
+        "                self._read_to_the_end(rank)\n                self.note_death(rank)\n",
+        "                self.note_death(rank)\n",
         "What a rank has replied before it died is lost if a message to it fails.",
     ),
     Mutant(
@@ -266,8 +266,8 @@ MUTANTS = [
     Mutant(
         "death-unheard",
         "wire/lanes.py",
-        "        except Closed:\n            self.note_death(rank)\n            return\n",
-        "        except Closed:\n            return\n",
+        "            if not self.is_stopped:\n                self.note_death(rank)\n            return False\n",
+        "            return False\n",
         "The end of a lane does not tell of a death.",
     ),
     Mutant(

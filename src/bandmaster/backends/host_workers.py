@@ -221,6 +221,7 @@ class HostWorkers(LaneClient):
         """Kill the processes of ranks, with all processes that they started."""
         with self.lock:
             for rank in ranks:
+                self.take_answered(rank)
                 self.note_death(rank, replace(self._death(rank, why), kind=kind))
         self._zygote.end([self.processes[rank] for rank in ranks], 0.0)
 

@@ -24,6 +24,7 @@ from bandmaster.hosts.links import AgentLinks
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.forks import n_forks
+from bandmaster.platform.limits import run_in_thread
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.proc import peer_of
 from bandmaster.platform.settings import host_timeout_s
@@ -299,7 +300,7 @@ async def _value_of(submit: Callable[[], Future[Any]], workers: Callable[[], Wor
 
     try:
         in_thread = has_functions or workers().arrivals is None
-        return await (await asyncio.get_running_loop().run_in_executor(None, send) if in_thread else send())
+        return await (await asyncio.wrap_future(run_in_thread("bandmaster-relay", send)) if in_thread else send())
     except WorkerDied:
         workers()  # if the group was closed, this says so
         raise

@@ -335,8 +335,7 @@ class Call(RowsResult):
             The moment at which there is more to do, if there is one.
         """
         moments: list[float | None] = [None]
-        if not (self.has_ended or self.lock._is_owned()) and run_if_free(self.lock, lambda: self._drive(moments)):
-            self._tell_if_missed()
+        self._if_free(lambda: self._drive(moments))
         return moments[-1]
 
     def _drive(self, moments: list[float | None]) -> None:
@@ -347,14 +346,17 @@ class Call(RowsResult):
 
     def take_arrived(self) -> None:
         """Take the replies that have arrived, unless another thread does so. Nothing is done about failed ranks."""
-        if not self.is_sent or self.has_ended or self.lock._is_owned():
-            return
-        if run_if_free(self.lock, self._take_arrived):
-            self._tell_if_missed()
+        if self.is_sent:
+            self._if_free(self._take_arrived)
 
     def _take_arrived(self) -> None:
         self._take(0.0)
         self._note_end()
+
+    def _if_free(self, step: Callable[[], object]) -> None:
+        """Run a step under `lock`, unless the call has ended or a thread holds that."""
+        if not (self.has_ended or self.lock._is_owned()) and run_if_free(self.lock, step):
+            self._tell_if_missed()
 
     def _tell_if_missed(self) -> None:
         """Have the watch look again if it found `lock` taken meanwhile, or if replies are there without a result."""

@@ -301,11 +301,10 @@ def late(result: Result, timeout_s: float, why: str, can_be_cancelled: bool = Tr
     if first is None:
         return CallTimeout(site.method, (), timeout_s)
     alone = "cancel it alone with error.future.cancel(), or " if can_be_cancelled else ""
-    what_next = (
-        f"{site.method} {why}, and so was not sent: wait again with error.future.result(), {alone}cancel all calls of "
-        f"group {first.site.group!r} with its cancel()"
-    )
-    return CallTimeout(first.site.method, first.missing, timeout_s, first.stacks(), what_next, behind=first.behind)
+    cancels = f"{alone}cancel all calls of group {first.site.group!r} with its cancel()"
+    what_next = f"wait again with error.future.result(), {cancels}"
+    why, method, stacks = f"{site.method} {why}, and so was not sent: ", first.site.method, first.stacks()
+    return CallTimeout(method, first.missing, timeout_s, stacks, what_next, behind=first.behind, why=why)
 
 
 class WaitedFor(NamedTuple):

@@ -253,25 +253,26 @@ class CallTimeout(BandmasterError, TimeoutError):
         what_next: str = STILL_RUNS,
         what: str | None = None,
         behind: str = "",
+        why: str = "",
     ) -> None:
         self.method, self.missing, self._timeout_s, self.stacks = method, missing, timeout_s, dict(stacks or {})
         if what is None:
             what = f"got no reply from rank {', '.join(map(str, missing))}" if missing else "was not sent"
-        self._what_next, self._what, self._behind = what_next, what, behind
+        self._what_next, self._what, self._behind, self._why = what_next, what, behind, why
         self.future: Any = None
         self.stream: Any = None
         super().__init__(self._text())
 
     def _text(self) -> str:
         cause = f"it is behind a call that failed: {self._behind}; " if self._behind else ""
-        summary = f"{self.method} {self._what} within {self._timeout_s:g} s; {cause}{self._what_next}"
+        summary = f"{self.method} {self._what} within {self._timeout_s:g} s; {cause}{self._why}{self._what_next}"
         return "\n".join(filter(None, (summary, stacks_by_equality(self.stacks))))
 
     def has_cancelled(self) -> None:
         """Say in the message that the call was cancelled."""
-        if self._what_next == STILL_RUNS:
-            self._what_next = WAS_CANCELLED
-            self.args = (self._text(),)
+        can_be_awaited = "error.future" in self._what_next  # else it says why there was no place
+        self._what_next = WAS_CANCELLED if can_be_awaited else f"{self._what_next}; {WAS_CANCELLED}"
+        self.args = (self._text(),)
 
     @property
     def is_debugged(self) -> bool:
@@ -280,7 +281,7 @@ class CallTimeout(BandmasterError, TimeoutError):
 
     def __reduce__(self) -> tuple[object, ...]:
         known = self.method, self.missing, self._timeout_s, self.stacks, self._what_next, self._what, self._behind
-        return type(self), known
+        return type(self), (*known, self._why)
 
 
 class Stalled(BandmasterError, TimeoutError):

@@ -136,9 +136,10 @@ class Link:
         sock.settimeout(timeout_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):  # the link ends after 4 of these times
-            sock.setsockopt(socket.IPPROTO_TCP, option, max(1, int(host_timeout_s() // 5)))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        silent_s = int(min(host_timeout_s(), 32_767))  # Linux takes no more
+        each_s = max(1, silent_s // 5)
+        for option, value in (("IDLE", max(1, silent_s - 1 - 3 * each_s)), ("INTVL", each_s), ("CNT", 3)):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{option}"), value)
         self.place = place
         self._mac_out = hashlib.blake2b(key=keys.sends, digest_size=MAC_NBYTES)
         self._mac_in = hashlib.blake2b(key=keys.receives, digest_size=MAC_NBYTES)
@@ -170,7 +171,8 @@ class Link:
         """
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
         n_sent, data_ms, acknowledged_ms, room = TCP_INFO.unpack(info.ljust(TCP_INFO.size, b"\1"))
-        return bool(n_sent and room and min(data_ms, acknowledged_ms) >= 900 * host_timeout_s())
+        limit_ms = max(1500, 900 * host_timeout_s())  # keep-alive is answered each second, or more rarely
+        return bool(n_sent and room and min(data_ms, acknowledged_ms) >= limit_ms)
 
     # --- with a poller, whose lock is held ---
 

@@ -321,7 +321,7 @@ class AgentWorkers(Client):
             self._take_reply(ranks, body, receiver)
 
     def _finish(self, ticket: MessageTicket, outcome: Payload | Kept | Failure | None) -> None:
-        if type(outcome) is Failure:  # perhaps as the rows that it takes have not come, and will not
+        if type(outcome) is Failure and not outcome.device:  # else a worker had the rows that the call takes
             for rows in ticket.holds:
                 rows.forget_copies()
         super()._finish(ticket, outcome)

@@ -6,15 +6,13 @@ import os
 import sys
 
 
-class Forks:
-    """Has the number that `n_forks` returns, for those whom a call takes too long."""
-
+class _Forks:
     count = 0
 
 
 def n_forks() -> int:
     """Number of forks between this process and the first that imported this module. It takes no system call."""
-    return Forks.count
+    return _Forks.count
 
 
 def end_if_forked(n_before: int, error: BaseException | None = None) -> None:
@@ -24,7 +22,7 @@ def end_if_forked(n_before: int, error: BaseException | None = None) -> None:
         n_before: The number.
         error: The exception that ends the fork: its traceback is printed, or it is a `SystemExit` with an exit code.
     """
-    if n_before == Forks.count:
+    if n_before == _Forks.count:
         return
     code: object = 1
     try:
@@ -41,7 +39,7 @@ def end_if_forked(n_before: int, error: BaseException | None = None) -> None:
 
 
 def _note() -> None:
-    Forks.count += 1
+    _Forks.count += 1
 
 
 os.register_at_fork(after_in_child=_note)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from bandmaster.errors import ResourceError
 from bandmaster.platform.cgroups import Cgroups, Limit
@@ -17,6 +18,12 @@ try:
     import resource
 except ImportError as error:  # the first module of Unix that an import of the package comes to
     raise ImportError("bandmaster runs on Linux, and backend 'inprocess' on macOS too; on Windows, use WSL") from error
+
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+T = TypeVar("T")
 
 
 def start_thread(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
@@ -38,6 +45,33 @@ def start_thread(name: str, target: Callable[..., object], *args: object) -> thr
     except RuntimeError as error:  # "can't start new thread"; Python does not report the reason
         raise cannot_start(f"thread {name!r}", error) from error
     return thread
+
+
+def run_in_thread(name: str, function: Callable[[], T]) -> Future[T]:
+    """Call a function in a thread that does not keep the program from ending, as one of an executor would.
+
+    Returns:
+        The future of its value. If it is cancelled before the thread has begun, the function is not called.
+
+    Raises:
+        ResourceError: As `start_thread`.
+    """
+    from concurrent.futures import Future  # here, as most programs do not need it
+
+    future: Future[T] = Future()
+
+    def run(future: Future[T]) -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                value = function()
+            except BaseException as error:
+                future.set_exception(error)
+                del future  # which has the error, and that this frame
+            else:
+                future.set_result(value)
+
+    start_thread(name, run, future)
+    return future
 
 
 def cannot_start(what: str, error: Exception) -> ResourceError:

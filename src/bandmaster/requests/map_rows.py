@@ -105,15 +105,14 @@ def plan_parts(
         why = f"{method}.map was called with group_by={how.group_by!r}"
         found = cut.column(how.group_by, why)
         if isinstance(found, list):  # whose values an array would convert to one type, so that different ones are equal
-            values = (value.tolist() if hasattr(value, "tolist") else value for value in found)
-            column = np.fromiter(values, object, len(found))
+            keys = [value.tolist() if hasattr(value, "tolist") else value for value in found]
         else:
             column = as_array(found)
-        if column.shape != (cut.n_rows,):
-            raise BatchError(
-                f"{why}, which has shape {column.shape} for {cut.n_rows} rows; pass one value for each row"
-            )
-        keys = column.tolist()
+            if column.shape != (cut.n_rows,):
+                raise BatchError(
+                    f"{why}, which has shape {column.shape} for {cut.n_rows} rows; pass one value for each row"
+                )
+            keys = column.tolist()
     try:
         return Parts(chunk_numbers(cut.n_rows, how.chunk, keys), tuple(cut.batches), whole)
     except TypeError as error:

@@ -64,11 +64,11 @@ class LoopReader:
 
     def add(self, request: Request) -> asyncio.Future[None]:
         """Read until a request has news. Returns the future that is done then, or when `tell` is called with it."""
+        self._add(request)  # first: it may raise
         loop = self.loop
         waiter: asyncio.Future[None] = loop.create_future()
         getattr(loop, _AWAITED).add(waiter)
         request.waiters.append(partial(self.tell, ref(waiter)))
-        self._add(request)
         if request.has_news:
             self.tell(ref(waiter), request)
         return waiter
@@ -76,14 +76,17 @@ class LoopReader:
     def watch(self, request: Request) -> None:
         """Read until a request is done."""
         if request not in self._requests:
-            request.waiters.append(self.forget)
             self._add(request)
+            request.waiters.append(self.forget)
         if request.is_done:
             self.forget(request)
 
     def _add(self, request: Request) -> None:
+        self._read_from(request.workers)
         self._requests[request] = None
-        workers = request.workers
+
+    def _read_from(self, workers: Workers) -> None:
+        """Read what arrives from some workers."""
         if workers not in self._watched and (fd := workers.arrivals) is not None:
             for other in list(self._watched):
                 if not other.check(is_thorough=False):  # it was stopped

@@ -76,7 +76,6 @@ class Router:
         self._of_key: OrderedDict[Hashable, Replica] = OrderedDict()
         self._flushed_by: object = None  # the event loop that will call `flush`
         self._reads_stacks = threading.Lock()
-        # When stacks were read last, of which ranks, and what they were.
         self._stacks: dict[int, tuple[float, str | None]] = {}  # by rank, with the moment at which each was read
         self._readers: dict[Any, None] = {}  # of the event loops whose requests may wait
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -163,8 +164,10 @@ class Handle:
 
     def shuffle(self, seed: int) -> Self:
         """The rows in an order that depends only on the seed and the number of rows."""
-        if not isinstance(seed, int | np.integer) or seed < 0:
-            raise UsageError(f"shuffle takes a whole number as its seed, 0 or more, got seed={seed!r}")
+        try:
+            np.random.default_rng(operator.index(seed) if np.ndim(seed) == 0 else seed)
+        except (TypeError, ValueError):
+            raise UsageError(f"shuffle takes a whole number as its seed, 0 or more, got seed={seed!r}") from None
         return self._taken("shuffle", lambda n_rows: np.random.default_rng(seed).permutation(n_rows))
 
     def _taken(self, what: str, numbers: Callable[[int], Index]) -> Self:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import NamedTuple
 
 from bandmaster import CallRecord, Stall, Trace, UsageError, stalls
@@ -96,7 +96,7 @@ class Run:
     @classmethod
     def of(cls, trace: Trace, last: float | None = None) -> Run:
         """The run that a trace has recorded, or the calls of its last seconds; calls may still be under way."""
-        if last is not None and not (isinstance(last, int | float) and last >= 0):  # nan is not
+        if last is not None and not (isinstance(last, Real) and float(last) >= 0):  # nan is not
             raise UsageError(f"last must be a non-negative number of seconds or None, got {last!r}")
         records = list(trace.calls)
         calls = [Call.of(record) for record in records]
@@ -106,8 +106,9 @@ class Run:
             for rank in record.replied:
                 if (record.group, rank) not in places:
                     places[record.group, rank] = record.place(rank)
-        until = math.inf if any(call.done is None for call in calls) else trace.began + end + 1.0
-        noticed = [stall for stall in stalls() if trace.began <= stall.at <= until]
+        under_way, until = {(call.group, call.method) for call in calls if call.done is None}, trace.began + end + 1.0
+        told = [stall for stall in stalls() if stall.at <= until or (stall.group, stall.method) in under_way]
+        noticed = [stall for stall in told if stall.at >= trace.began]
         if last is not None:
             calls = [call for call in calls if call.end >= end - last]
         return cls(tuple(calls), places, tuple(noticed), trace.began)

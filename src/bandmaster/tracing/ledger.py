@@ -59,7 +59,7 @@ class Trace:
     def _known(self) -> list[CallRecord]:
         """The records, which say of calls that have ended that they have, though no thread waits for them."""
         known = self._records[:]
-        for record in known:
+        for record in known if hooks.trace == self.begin else ():  # what ends later is not of this run
             if record.done is None:
                 record.look_for_end()
         return known
@@ -74,6 +74,7 @@ class Trace:
     def stop(self) -> None:
         """Record no more, and write the file if there is a path. Stopping twice does nothing."""
         if hooks.trace == self.begin:
+            self._known()
             hooks.trace = None
             if self._path is not None:
                 self.save(self._path)

@@ -143,8 +143,9 @@ class CallRecord:
         """Record that the call has ended if it has, though no thread waits for it, or it was dropped."""
         if (call := self._call()) is not None:
             call.take_arrived()
-        elif self.done is None:
-            self.is_done(None, is_read=False)
+        else:
+            self.error = "" if self._raw else "dropped before a reply was taken"
+            self.done = max([self.sent, *[self._seconds(received_ns) for _, received_ns in self._raw.values()]])
 
     def came(self, rank: int, ticket: Ticket, value: Payload | Kept | Failure | None) -> None:
         """Record the reply of a rank."""

@@ -23,7 +23,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import Future as ThreadFuture
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.plan.arguments import CallPlan
 from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.platform.deadline import Deadline
-from bandmaster.platform.limits import start_thread
+from bandmaster.platform.limits import run_in_thread
 
 _changed = threading.Condition()  # held while any state here is read or changed; notified of every change
 _entered: list[Turn] = []
@@ -114,8 +113,7 @@ class Turn:
         import asyncio  # here, as it takes a third of the import time of the whole library
 
         self._ask(blocks_thread=False)
-        entered: ThreadFuture[None] = ThreadFuture()
-        start_thread("bandmaster-turn", self._enter_for_task, entered)  # not an executor's: exits would wait for it
+        entered = run_in_thread("bandmaster-turn", self._enter)
         try:
             await asyncio.wrap_future(entered)
         except asyncio.CancelledError:
@@ -128,17 +126,6 @@ class Turn:
 
     async def __aexit__(self, *_: object) -> None:
         self.__exit__()
-
-    def _enter_for_task(self, entered: ThreadFuture[None]) -> None:
-        """Enter it in this thread, and set the future that its task awaits, unless that was cancelled before."""
-        if entered.set_running_or_notify_cancel():
-            try:
-                self._enter()
-            except BaseException as error:
-                entered.set_exception(error)
-                del entered  # which has the error, and that this frame
-            else:
-                entered.set_result(None)
 
     def _ask(self, blocks_thread: bool) -> None:
         if self.owner is not NOBODY:

@@ -259,7 +259,7 @@ class LaneClient(Client):
                 self.note_death(rank)
                 return
             except OSError as error:
-                self._drop(rank, queue[0], Failure.of(error))
+                self._drop(rank, queue[0], Failure.of(ResourceError(str(error))))
             self._n_beside[rank] -= not _is_call(queue.popleft())
         if queue and self._sender is None:
             self._sender = start_thread("bandmaster-sender", self._send_queued)
@@ -448,6 +448,12 @@ class LaneClient(Client):
         self.reports.on_change()
         self._poller.close()
         self._writer.close()
+
+    def take_answered(self, rank: int) -> None:
+        """Take what a worker, which is about to be ended, has replied; the lock is held."""
+        for _ in range(len(self._open[rank]) + len(self._requests[rank])):
+            if not self._take(rank, 0):
+                return
 
     def _read_to_the_end(self, rank: int) -> None:
         """Take all that a worker has replied; it gets no more messages."""

@@ -37,7 +37,7 @@ from bandmaster.contract import (
 )
 from bandmaster.errors.failure import Failure, FailureKind, reraise_if_from_signal, summary_of
 from bandmaster.plan.columns import facts_of
-from bandmaster.platform.forks import Forks, end_if_forked, n_forks
+from bandmaster.platform.forks import end_if_forked, n_forks
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.roles import Roles
 from bandmaster.wire.segment_reader import NO_ROWS, RowReaders
@@ -204,8 +204,7 @@ class Executor:
 
     def encoded(self, value: Any, reply: int) -> Payload | Rows | Failure | None:
         """The value of a method as the reply has it, or the failure if it cannot be pickled."""
-        if self._n_forks != Forks.count:
-            end_if_forked(self._n_forks)
+        end_if_forked(self._n_forks)
         if reply == Reply.DROP or value is END:
             return None
         try:
