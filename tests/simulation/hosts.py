@@ -292,6 +292,10 @@ def n_forks() -> int:
     return 0 if _world() is None else int(_process().pid)
 
 
+def end_if_forked(n_before: int, error: BaseException | None = None) -> None:
+    """Do nothing: methods of the world fork no processes."""
+
+
 def peer_of(sock: Named) -> tuple[int, int]:
     """The process of the other end, and its user."""
     return _world().processes[sock.other.process].pid, os.getuid()

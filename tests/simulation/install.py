@@ -62,6 +62,7 @@ _FUNCTIONS = {
     id(queue.SimpleQueue): sync.SimpleQueue,
     id(socket.gethostname): hosts.gethostname,
     id(forks.n_forks): hosts.n_forks,
+    id(forks.end_if_forked): hosts.end_if_forked,
 }
 
 _SINGLE = {
