@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION
 from functools import partial
 from typing import Any, NamedTuple
@@ -52,13 +53,14 @@ def wait(
         raise UsageError(f"return_when of wait must be one of {', '.join(map(repr, known))}, got {return_when!r}")
     given = _checked(futures, timeout, "wait")
     done: set[Future[Any]] = set()
-    for future in _as_they_come(given, Deadline(timeout)):
-        done.add(future)
-        is_enough = return_when == FIRST_COMPLETED or (
-            return_when == FIRST_EXCEPTION and future.exception() is not None
-        )
-        if is_enough:
-            break
+    with contextlib.closing(_as_they_come(given, Deadline(timeout))) as coming:  # its finalizer would lose Ctrl-C
+        for future in coming:
+            done.add(future)
+            is_enough = return_when == FIRST_COMPLETED or (
+                return_when == FIRST_EXCEPTION and future.exception() is not None
+            )
+            if is_enough:
+                break
     done.update(future for future in given if future not in done and future.done())
     return DoneAndNotDone(done, set(given) - done)
 
@@ -89,7 +91,7 @@ def _all_of(waiting: list[Future[Any]], timeout: float | None, deadline: Deadlin
         raise TimeoutError(f"{len(waiting) - n_done} of {len(waiting)} futures were not done in {timeout:g} s")
 
 
-def _as_they_come(futures: list[Future[Any]], deadline: Deadline) -> Iterator[Future[Any]]:
+def _as_they_come(futures: list[Future[Any]], deadline: Deadline) -> Generator[Future[Any], None, None]:
     """Yield futures as they become done, until the deadline."""
     done: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
     watches = [(future._call, partial(done.put, future)) for future in futures]
