@@ -179,6 +179,14 @@ def test_a_method_that_computes_makes_progress(ranks):
     assert bm.stalls()[n_before:] == []
 
 
+def test_a_rank_that_computes_in_a_new_process_makes_progress():
+    life = Life(Signs("S", 0.0, "work", 0.0), 0.0)
+    for began in 0, 100:  # the rank is replaced after 100 s
+        for seconds in range(1, 100):
+            life.look(Signs("S", seconds, "work", seconds), began + seconds)
+            assert life.moved_at == began + seconds
+
+
 def test_a_notice_comes_once_and_is_withdrawn(ranks, noticed, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "bandmaster"):
         waiting = ranks.wait_for.submit(tmp_path / "gate")

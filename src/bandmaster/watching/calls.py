@@ -81,7 +81,7 @@ class Life:
     def look(self, signs: Signs, now: float) -> None:
         """Take new signs."""
         before, elapsed_s = self.signs, max(now - self._looked_at, 1e-3)
-        load = (signs.cpu_s - before.cpu_s) / elapsed_s
+        load = max(0.0, signs.cpu_s - before.cpu_s) / elapsed_s  # of a rank that was replaced, it begins at 0
         self._load += SMOOTHING * (load - self._load)
         begun_anew = signs.method != before.method or signs.seconds < before.seconds
         is_busy = min(load, self._load) >= BUSY  # now, and not for a moment only
