@@ -138,8 +138,9 @@ class Link:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         silent_s = int(min(host_timeout_s(), 32_767))  # Linux takes no more
         each_s = max(1, silent_s // 5)
-        for option, value in (("IDLE", max(1, silent_s - 1 - 3 * each_s)), ("INTVL", each_s), ("CNT", 3)):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{option}"), value)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, silent_s - 1 - 3 * each_s))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, each_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         self.place = place
         self._mac_out = hashlib.blake2b(key=keys.sends, digest_size=MAC_NBYTES)
         self._mac_in = hashlib.blake2b(key=keys.receives, digest_size=MAC_NBYTES)

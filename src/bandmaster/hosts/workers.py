@@ -221,13 +221,8 @@ class AgentWorkers(Client):
             relays = self._relays_of(calls)
             for call in calls:
                 self._add(call, tickets, outgoing, relays)
-            try:
-                for agent, mine in outgoing.items():
-                    content = self.name, mine.calls, mine.fetches(agent), bool(relays)
-                    self._send(agent, FrameKind.CALLS, *content, large=mine.large)
-            except ResourceError as error:
-                self._drop(tickets.items(), error)
-                raise
+            for agent, mine in outgoing.items():
+                self._send_calls(agent, mine, bool(relays), tickets.items())
         self.links.flush(self.hosts if self._relay_of else list(outgoing))
 
     def request(self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[Ticket]], object]) -> None:
@@ -243,19 +238,21 @@ class AgentWorkers(Client):
                     content.append((ticket.number, _content_of(call), call.is_timed))
                 message = control_message(MessageKind.REQUESTS, content)[4:]
                 outgoing.add((rank,), message, [part for call in requests for part in _parts_of(call)])
-                said = self.name, outgoing.calls, outgoing.fetches(agent), False
-                try:
-                    self._send(agent, FrameKind.CALLS, *said, large=outgoing.large)
-                except ResourceError as error:
-                    self._drop([(rank, ticket) for ticket in tickets], error)
-                    raise
+                self._send_calls(agent, outgoing, False, [(rank, ticket) for ticket in tickets])
         self.links.flush(self.hosts if self._relay_of else [agent])
 
-    def _drop(self, tickets: Iterable[tuple[int, MessageTicket]], error: ResourceError) -> None:
-        """End calls and requests, by rank and ticket, one message of which is too large to be sent."""
-        for rank, ticket in tickets:
-            if self._open[rank].pop(ticket.number, None) or self._requests[rank].pop(ticket.number, None):
-                self._finish(ticket, Failure.of(error))
+    def _send_calls(
+        self, agent: Agent, outgoing: _Outgoing, is_passed_on: bool, tickets: Iterable[tuple[int, MessageTicket]]
+    ) -> None:
+        """Send calls or requests to a host. If their message is too large, all tickets, given with ranks, end."""
+        content = self.name, outgoing.calls, outgoing.fetches(agent), is_passed_on
+        try:
+            self._send(agent, FrameKind.CALLS, *content, large=outgoing.large)
+        except ResourceError as error:
+            for rank, ticket in tickets:
+                if self._open[rank].pop(ticket.number, None) or self._requests[rank].pop(ticket.number, None):
+                    self._finish(ticket, Failure.of(error))
+            raise
 
     def _relays_of(self, calls: Sequence[WorkerCall]) -> Sequence[Agent]:
         """The agents of a large group that pass a call on, if it is the same for all ranks."""

@@ -9,7 +9,7 @@ import select
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 from bandmaster.contract import Workers
@@ -17,8 +17,19 @@ from bandmaster.errors import ResourceError
 from bandmaster.requests.request import Request
 
 _READER = "_bandmaster_reader"  # attribute of event loops
-_AWAITED = "_bandmaster_awaited"  # another one: the futures of `LoopReader.add`, and so the tasks that await them
-_WATCHED = "_bandmaster_watched"  # another one: workers, each with a descriptor of its own, which `stop` does not close
+_OWNED = "_bandmaster_owned"  # another one
+
+
+class _Owned(NamedTuple):
+    """The objects of an event loop that are collected with it.
+
+    Attributes:
+        awaited: The futures of `LoopReader.add`, and so the tasks that await them.
+        watched: The workers that are read from, each with a descriptor that their `stop` does not close.
+    """
+
+    awaited: set[asyncio.Future[None]]
+    watched: dict[Workers, select.epoll]
 
 
 class LoopReader:
@@ -33,8 +44,7 @@ class LoopReader:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = ref(loop)  # which has this
-        setattr(loop, _AWAITED, set())
-        setattr(loop, _WATCHED, {})
+        setattr(loop, _OWNED, _Owned(set(), {}))
         self._arrived: deque[ref[asyncio.Future[None]]] = deque()  # that `tell` was called with
         self._soon: deque[Callable[[], object]] = deque()
         self._requests: dict[Request, None] = {}  # those that are waited for
@@ -48,9 +58,9 @@ class LoopReader:
         return loop
 
     @property
-    def _watched(self) -> dict[Workers, select.epoll]:
-        watched: dict[Workers, select.epoll] = getattr(self.loop, _WATCHED)
-        return watched
+    def _owned(self) -> _Owned:
+        owned: _Owned = getattr(self.loop, _OWNED)
+        return owned
 
     @classmethod
     def of(cls, loop: Any = None) -> LoopReader:
@@ -65,9 +75,8 @@ class LoopReader:
     def add(self, request: Request) -> asyncio.Future[None]:
         """Read until a request has news. Returns the future that is done then, or when `tell` is called with it."""
         self._add(request)  # first: it may raise
-        loop = self.loop
-        waiter: asyncio.Future[None] = loop.create_future()
-        getattr(loop, _AWAITED).add(waiter)
+        waiter: asyncio.Future[None] = self.loop.create_future()
+        self._owned.awaited.add(waiter)
         request.waiters.append(partial(self.tell, ref(waiter)))
         if request.has_news:
             self.tell(ref(waiter), request)
@@ -87,8 +96,9 @@ class LoopReader:
 
     def _read_from(self, workers: Workers) -> None:
         """Read what arrives from some workers."""
-        if workers not in self._watched and (fd := workers.arrivals) is not None:
-            for other in list(self._watched):
+        watched = self._owned.watched
+        if workers not in watched and (fd := workers.arrivals) is not None:
+            for other in list(watched):
                 if not other.check(is_thorough=False):  # it was stopped
                     self._ignore(other)
             try:
@@ -98,11 +108,11 @@ class LoopReader:
                     return
                 raise ResourceError(f"there is no descriptor to await replies with ({error})") from error
             self.loop.add_reader(arrivals, self._read, workers)
-            self._watched[workers] = arrivals
+            watched[workers] = arrivals
 
     def _ignore(self, workers: Workers) -> None:
         """Read no longer what arrives from some workers."""
-        arrivals = self._watched.pop(workers, None)
+        arrivals = self._owned.watched.pop(workers, None)
         if arrivals is not None:
             self.loop.remove_reader(arrivals)
             arrivals.close()
@@ -114,7 +124,7 @@ class LoopReader:
     def _rest(self) -> None:
         """Read no more, unless a request has come meanwhile."""
         if not self._requests:
-            for workers in list(self._watched):
+            for workers in list(self._owned.watched):
                 self._ignore(workers)
 
     def tell(self, waiter: ref[asyncio.Future[None]], request: Request | None = None) -> None:
@@ -164,7 +174,7 @@ class LoopReader:
 
     def _wake(self) -> None:
         self._is_scheduled = False  # first: what is told from here on is not missed
-        awaited = getattr(self.loop, _AWAITED)
+        awaited = self._owned.awaited
         while self._arrived:
             waiter = self._arrived.popleft()()
             awaited.discard(waiter)
@@ -172,5 +182,5 @@ class LoopReader:
                 waiter.set_result(None)
         while self._soon:
             self._soon.popleft()()
-        if not self._requests and self._watched:
+        if not self._requests and self._owned.watched:
             self.loop.call_soon(self._rest)
