@@ -29,7 +29,7 @@ test-all: test  ## and the slow rest: tutorials, examples, benchmarks, soak, ran
 	$(MAKE) --no-print-directory --jobs=2 test-hosts-fast test-verl-fast
 
 # What anybody runs by hand goes on for a minute each time, with other seeds.
-SHORTER := FUZZ_OPTIONS="--minutes 0.5" SIMULATION_OPTIONS="--minutes 0.5 --seed 1"
+SHORTER := FUZZ_OPTIONS="--minutes 0.5 --seed 1" SIMULATION_OPTIONS="--minutes 0.5 --seed 1"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

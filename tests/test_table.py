@@ -1,11 +1,14 @@
-"""Every type of rows, in plain calls and under every operation of a handle, is what it is in plain Python."""
+"""Every type of rows, in plain calls and under every operation of a handle, is what it is in plain Python.
+
+And every mistake of the random programs comes with its words.
+"""
 
 import warnings
 
 import pytest
 from fuzz.run import Groups, run
 from fuzz.steps import Operate
-from fuzz.table import MESHES, program_of_type, types_of_rows
+from fuzz.table import MESHES, program_of_mistakes, program_of_type, types_of_rows
 
 TYPES = types_of_rows()
 
@@ -32,7 +35,16 @@ def test_rows_of_each_type_are_those_of_plain_python(groups, name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # pandas' and torch's, of kinds of values
         program, expected = program_of_type(TYPES[name])
-        failure = run(program, groups, expected)
+        compare(program, groups, expected)
+
+
+def test_every_mistake_says_what_to_do(groups):
+    program, expected = program_of_mistakes()
+    compare(program, groups, expected)
+
+
+def compare(program, groups, expected):
+    failure = run(program, groups, expected)
     assert failure is None, f"{program[failure.number].code()}\n{failure.kind}\ngot  {failure.got}\nwant {failure.want}"
 
 

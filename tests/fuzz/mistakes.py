@@ -70,7 +70,7 @@ MISTAKES = {
     # Operations of handles.
     "select": Wrong("{h}.select('nope').result()", "BatchError", ("cannot select", "columns")),
     "row": Wrong("{h}[[{n}]].result()", "BatchError", ("no row {n} among {n} rows",)),
-    "rows": Wrong("{h}[0]", "UsageError", ("a slice, an array of numbers or a boolean mask, got 0", "rows[i:i+1]")),
+    "rows": Wrong("{h}[0]", "UsageError", ("an array of numbers or a boolean mask, got 0", "rows[i:i+1]")),
     "mask": Wrong("{h}[[True] * {more}].result()", "BatchError", ("mask of {more} booleans was given for {n} rows",)),
     "join": Wrong("{h}.join(3)", "UsageError", ("join takes futures of calls, got int",)),
     "concat": Wrong("bm.concat([])", "UsageError", ("pass at least one future",)),

@@ -4,6 +4,7 @@
 
     each type as the rows ────────────────────────────────────────────────► a program
     many types, each a column of one table, of which all do the same steps ► a program
+    each mistake, once ────────────────────────────────────────────────────► a program
 """
 
 from __future__ import annotations
@@ -11,8 +12,23 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
+from fuzz.mistakes import MISTAKES
 from fuzz.oracle import Invalid, Oracle, names_of
-from fuzz.steps import Call, Let, Look, MakeGroup, Operate, Overwrite, Put, Read, Stream, Submit, expectation
+from fuzz.steps import (
+    Call,
+    Let,
+    Look,
+    MakeGroup,
+    Mistake,
+    Operate,
+    Overwrite,
+    Put,
+    Read,
+    Stream,
+    Submit,
+    expectation,
+    expectations,
+)
 from fuzz.values import LISTS, NUMPY, SERIES, TORCH, WIDE, Columns, Leaf
 
 N_ROWS = 5
@@ -120,3 +136,11 @@ def program_of_type(value):
         Call("", ONE, "kept_rows", ()), *(Look("", name) for name in seen), *(Read("", name) for name in oracle.handles)
     )
     return tuple(program), expected
+
+
+def program_of_mistakes():
+    """The program with every mistake, each of which random programs make only now and then."""
+    rows = Let("v0", Leaf("numpy", "int64", N_ROWS, 1))
+    wrong = (Mistake(f"v_{number}", ONE, "same", ("v0",), how, N_ROWS) for number, how in enumerate(MISTAKES))
+    program = (MakeGroup(ONE, MESHES[0]), rows, *wrong)
+    return program, expectations(program)
