@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 PROGRAMS = ["ip", "mount", "nsenter", "tc", "unshare"]
@@ -169,16 +170,19 @@ class Hosts:
     def _start_ray(self):
         ray = str(Path(sys.executable).with_name("ray"))
         subprocess.run([ray, "get-auth-token", "--generate"], capture_output=True, check=False)  # there may be one
-        common = ["--object-store-memory=1000000000", "--disable-usage-stats"]
-        for host in range(self.n):
-            if host == 0:
-                role = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", "--num-cpus=0"]
-            else:
-                role = [f"--address={address(0)}:{RAY_PORT}", f"--num-cpus={self._cpus}", f"--num-gpus={self._gpus}"]
+        head = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", "--num-cpus=0"]
+        other = [f"--address={address(0)}:{RAY_PORT}", f"--num-cpus={self._cpus}", f"--num-gpus={self._gpus}"]
+
+        def start(host):
             place = [f"--node-ip-address={address(host)}", f"--labels=number={host}"]
             place += ['--resources={"odd": 1}'] if host % 2 else []
-            command = self.command(host, [ray, "start", *role, *place, *common])
-            _checked(command, env=self.environment, timeout=START_TIMEOUT_S)
+            command = [ray, "start", *(other if host else head), *place]
+            command += ["--object-store-memory=1000000000", "--disable-usage-stats"]
+            _checked(self.command(host, command), env=self.environment, timeout=START_TIMEOUT_S)
+
+        start(0)
+        with ThreadPoolExecutor() as threads:  # each waits for a part of its start
+            list(threads.map(start, range(1, self.n)))
 
     def _on_switch(self, *command):
         _checked(["nsenter", "-t", str(self._switch), "-n", "--", *command])

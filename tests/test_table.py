@@ -9,6 +9,7 @@ import pytest
 from fuzz.run import Groups, run
 from fuzz.steps import Operate
 from fuzz.table import MESHES, program_of_mistakes, program_of_type, types_of_rows
+from fuzz.values import Columns
 
 TYPES = types_of_rows()
 
@@ -28,10 +29,22 @@ def groups(backend):
 
 
 NAMES = [pytest.param(name, marks=pytest.mark.slow if "in a large" in name else ()) for name in TYPES]
+TABLES = [name for name, value in TYPES.items() if isinstance(value, Columns)]  # with all types as their columns
 
 
+@pytest.mark.backends("local")
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_each_type_are_those_of_plain_python(groups, name):
+    compare_type(groups, name)
+
+
+@pytest.mark.backends("inprocess")
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_of_each_type_are_those_of_plain_python_where_nothing_is_encoded(groups, name):
+    compare_type(groups, name)
+
+
+def compare_type(groups, name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # pandas' and torch's, of kinds of values
         program, expected = program_of_type(TYPES[name])
