@@ -304,7 +304,7 @@ class RelayedMethod(CalledMethod):
         self, group: object, submitter: Submitter, spec: MethodSpec, n_replicas: int, given: Mapping[str, Any]
     ) -> None:
         function = _yields if spec.is_generator else _is_awaited
-        relayed = replace(spec, function=function, goes_everywhere=True, registration=_RELAYED, mesh=_ONE, ranks=(0,))
+        relayed = replace(spec, function=function, registration=_RELAYED, mesh=_ONE)
         super().__init__(group, submitter, relayed, None, replace(ANY, maxsize=given.get("maxsize", ANY.maxsize)))
         self._asked, self._n_replicas, self._given = spec, n_replicas, dict(given)
 

@@ -30,7 +30,7 @@ from bandmaster.plan.transfer import (
 from bandmaster.worker import Registration
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class MethodSpec:
     """The facts about a registered method that do not depend on a call's arguments.
 
@@ -53,14 +53,21 @@ class MethodSpec:
     name: str
     label: str
     signature: inspect.Signature
-    positional: tuple[str, ...] | None
-    n_required: int
-    is_generator: bool
-    is_for_zero: bool
-    goes_everywhere: bool
     registration: Registration
     mesh: Mesh
-    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        parameters = self.signature.parameters.values()
+        goes_by_position = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+        self.positional = tuple(self.signature.parameters) if goes_by_position else None
+        self.n_required = sum(p.default is p.empty for p in parameters)
+        self.is_generator = inspect.isgeneratorfunction(self.function) or inspect.isasyncgenfunction(self.function)
+        registration, protocol = self.registration, self.registration.protocol
+        self.is_for_zero = registration.execute is Execute.RANK_ZERO
+        outgoing = protocol.outgoing if isinstance(protocol, TransferProtocol) else None
+        is_broadcast = isinstance(outgoing, Broadcast) and not registration.arguments
+        self.goes_everywhere = self.is_for_zero or isinstance(outgoing, Route) or is_broadcast
+        self.ranks = first_ranks(1 if self.is_for_zero else self.mesh.size)
 
     @classmethod
     def of(
@@ -79,7 +86,6 @@ class MethodSpec:
             MeshError: The registration names a mesh that the group does not have; or the protocol, or a rule of one of
                 the arguments, names an axis or a coordinate that the mesh does not have.
         """
-        function = getattr(worker_class, name)
         label = f"{worker_class.__name__}.{name}"
         if registration.mesh is not None:
             if registration.mesh not in meshes:
@@ -90,28 +96,7 @@ class MethodSpec:
                 )
             mesh = meshes[registration.mesh]
         signature = signature_without_self(worker_class, name)
-        parameters = signature.parameters.values()
-        goes_by_position = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-        n_required = sum(p.default is p.empty for p in parameters)
-        positional = tuple(signature.parameters) if goes_by_position else None
-        is_for_zero = registration.execute is Execute.RANK_ZERO
-        outgoing = registration.protocol.outgoing if isinstance(registration.protocol, TransferProtocol) else None
-        goes_everywhere = is_for_zero or isinstance(outgoing, Route)
-        goes_everywhere |= isinstance(outgoing, Broadcast) and not registration.arguments
-        spec = cls(
-            function,
-            name,
-            label,
-            signature,
-            positional,
-            n_required,
-            inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function),
-            is_for_zero,
-            goes_everywhere,
-            registration,
-            mesh,
-            first_ranks(1 if is_for_zero else mesh.size),
-        )
+        spec = cls(getattr(worker_class, name), name, label, signature, registration, mesh)
         spec._check_mesh()
         return spec
 
