@@ -258,7 +258,22 @@ class Future(Handle, Generic[T]):
         self.release()
 
     def _table(self) -> Table:
-        return table_of(self)
+        """The rows; waits for the call.
+
+        Raises:
+            ArgumentError: The future has no rows.
+            Exception: The exceptions of `Future.result`.
+        """
+        if not self._call.keeps_rows:
+            raise ArgumentError(
+                f"the call of {self._call.site.method} leaves no rows on the ranks, since its protocol does not "
+                "concatenate any; pass the value of future.result()"
+            )
+        self._wait(None)
+        error = _error_of(self._call)
+        if error is not None:
+            raise error
+        return self._call.table()
 
     def _derived(self, what: str, others: Sequence[Handle], make: Callable[[Sequence[Table]], Table]) -> Self:
         return cast("Self", derived([self, *others], what, make))
@@ -287,25 +302,6 @@ def _error_of(call: Result) -> BaseException | None:
     return None if call.done is None else call.done.error
 
 
-def table_of(future: Future[Any]) -> Table:
-    """The rows of a future; waits for its call.
-
-    Raises:
-        ArgumentError: The future has no rows.
-        Exception: The exceptions of `Future.result`.
-    """
-    if not future._call.keeps_rows:
-        raise ArgumentError(
-            f"the call of {future._call.site.method} leaves no rows on the ranks, since its protocol does not "
-            "concatenate any; pass the value of future.result()"
-        )
-    future._wait(None)
-    error = _error_of(future._call)
-    if error is not None:
-        raise error
-    return future._call.table()
-
-
 def derived(given: Sequence[Handle], what: str, make: Callable[[Sequence[Table]], Table]) -> Future[Any]:
     """A future of the table that ``make`` returns for the tables of some futures."""
     futures = [one for one in given if isinstance(one, Future)]
@@ -314,7 +310,7 @@ def derived(given: Sequence[Handle], what: str, make: Callable[[Sequence[Table]]
         raise UsageError(f"{what} takes futures of calls, got {wrong}")
     first = futures[0]._call.site
     site = first if what == "rows" else first._replace(method=f"{first.method}.{what}")
-    call = Derived(futures, site, lambda: make([table_of(future) for future in futures]))
+    call = Derived(futures, site, lambda: make([future._table() for future in futures]))
     made: Future[Any] = Future(call, tuple([future._owner for future in futures]))
     made._claims_on_parents = [ref(claim) for future in futures for claim in future._claims()]
     return made

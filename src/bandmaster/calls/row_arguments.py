@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from bandmaster.calls.future import Future, table_of
+from bandmaster.calls.future import Future
 from bandmaster.calls.hooks import CallTrace
 from bandmaster.codec import add_bare
 from bandmaster.contract import Workers
@@ -154,7 +154,7 @@ class RowsElsewhere:
     def _table_of(self, future: Future[Any]) -> Table:
         table = self._found.get(future)
         if table is None:
-            table = self._found[future] = table_of(future)
+            table = self._found[future] = future._table()
         return table
 
     def _label(self, part: KeptPart) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bandmaster.calls.future import Future, table_of
+from bandmaster.calls.future import Future
 from bandmaster.calls.options import FlowOptions, check_count
 from bandmaster.calls.request import CallSite
 from bandmaster.errors import BatchError, CollectError, UsageError
@@ -242,7 +242,7 @@ def stacked(chunks: Sequence[Future[Any]], method: str) -> Table:
     Raises:
         BatchError: The chunks have different columns, or the order cannot be restored.
     """
-    tables = [table_of(chunk) for chunk in chunks]
+    tables = [chunk._table() for chunk in chunks]
     with_rows = [number for number, table in enumerate(tables) if table.n_rows] or range(len(tables))
     stacked = handles.concat([tables[number] for number in with_rows], [f"chunk {number}" for number in with_rows])
     order = RealRows(tuple(map(numbers_of, chunks))).order(range(len(chunks)))
