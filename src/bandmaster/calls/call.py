@@ -542,10 +542,8 @@ class Call(RowsResult):
     def _brought(self, deadline: Deadline) -> Done:
         values, failures = self._read_rows(deadline)
         if failures:
-            self.failures.update(failures)
-            self._has_failed = True
-        failed = self._error()
-        done = collected(self._collection, values, self.site, self.real_rows) if failed is None else Done(failed)
+            return Done(error_of(self.site, failures))
+        done = collected(self._collection, values, self.site, self.real_rows)
         if isinstance(done.error, ResourceError):
             raise done.error  # the rows are still there
         return done
