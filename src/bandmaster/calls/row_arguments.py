@@ -58,7 +58,6 @@ class RowsElsewhere:
         self._ranks_are_own = workers.ranks_are_own
         self._method = method
         self._labels: dict[KeptPart, int] = {}
-        self._labels_of: list[set[int]] = []  # for each argument group
         self._found: dict[Future[Any], Table] = {}
         self._tables: list[Table] = []
         self._sent: list[list[Elsewhere]] = []  # for each argument group
@@ -77,7 +76,6 @@ class RowsElsewhere:
         """
         found = []
         for group, shares in self._merged([group for group in groups if group.items]):
-            self._labels_of.append(set())
             self._sent.append([])
             named = zip(group.items, group.names, strict=False)
             items = [(key, self._referring(value, name, shares)) for (key, value), name in named]
@@ -86,8 +84,9 @@ class RowsElsewhere:
 
     def named(self, groups: Sequence[int], placed: Sequence[Any]) -> tuple[tuple[int, Any], ...]:
         """The rows that some argument groups refer to, by their labels, which count the items of ``placed``."""
-        labels = sorted({label for group in groups for label in self._labels_of[group]})
-        return tuple([(label, placed[label]) for label in labels])
+        sent = [elsewhere for group in groups for elsewhere in self._sent[group]]
+        labels = {label for elsewhere in sent for block in elsewhere.blocks for label, _, _ in block.leaves}
+        return tuple([(label, placed[label]) for label in sorted(labels)])
 
     def needed(self, groups: Sequence[int]) -> Callable[[Sequence[int]], Mapping[Any, Any]]:
         """Return a function from ranks that get some argument groups to the numbers of the rows that they need."""
@@ -147,7 +146,8 @@ class RowsElsewhere:
     def _elsewhere(self, table: Table, shares: Shares | None = None, is_row: bool = False) -> Elsewhere:
         self._tables.append(table)
         types = _pickled(users_batch_types())
-        sent = Elsewhere(addressed(table, self._label), shares, types if types and _may_hold(table) else (), is_row)
+        blocks = addressed(table, lambda part: self._labels.setdefault(part, len(self._labels)))
+        sent = Elsewhere(blocks, shares, types if types and _may_hold(table) else (), is_row)
         self._sent[-1].append(sent)
         return sent
 
@@ -156,12 +156,6 @@ class RowsElsewhere:
         if table is None:
             table = self._found[future] = future._table()
         return table
-
-    def _label(self, part: KeptPart) -> int:
-        """The label of a part; records that the last argument group needs it."""
-        label = self._labels.setdefault(part, len(self._labels))
-        self._labels_of[-1].add(label)
-        return label
 
 
 @lru_cache(maxsize=1)
