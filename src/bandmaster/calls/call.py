@@ -177,9 +177,9 @@ class Call(RowsResult):
                 self.begin(Exception)
         return True
 
-    def wait_until_sent(self, timeout_s: float | None) -> bool:
+    def wait_until_sent(self, deadline: Deadline) -> bool:
         """Wait until the rows that it takes are there; False if the time is over before."""
-        return wait_for_all(self.parents, Deadline(timeout_s))
+        return wait_for_all(self.parents, deadline)
 
     def give_up(self, why: BaseException) -> bool:
         """Do not send it, for a reason. Returns False if it was sent, or is done."""

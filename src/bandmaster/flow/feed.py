@@ -167,7 +167,6 @@ class Feed(Result):
             try:
                 if parents or self.work.waiting:
                     self.work.enqueue(self, is_waited_for=False)
-                    self.work.advance()
                 else:
                     self._begin()
             except BaseException:  # Ctrl-C, or the next part is refused, as a rival's turn is about to begin
@@ -199,9 +198,8 @@ class Feed(Result):
             self._watch_part(future)
         self.send()
 
-    def wait_until_sent(self, timeout_s: float | None) -> bool:
+    def wait_until_sent(self, deadline: Deadline) -> bool:
         """Wait until later calls may be sent; False if the time is over before."""
-        deadline = Deadline(timeout_s)
         if not wait_for_all(self.parents, deadline):
             return False
         self.work.advance()
