@@ -372,9 +372,6 @@ class AnyGroup(metaclass=ABCMeta):
             raise error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self._given()
-
-    def _given(self) -> tuple[Any, ...]:
         """The group as it is pickled for workers: from here on, workers can call it."""
         from bandmaster.callers.called import called_group, reference_to  # a feature
         from bandmaster.callers.door import Door, GivenGroup
