@@ -128,9 +128,7 @@ class Call(RowsResult):
     @property
     def waits_for(self) -> Sequence[Result]:
         """The first call to the same workers that was not sent, and the calls of the rows that it takes."""
-        if self.request is None:
-            return ()
-        return [*self._work.first_before(self), *(parent._call for parent in self.parents)]
+        return [*self._work.first_before(self), *super().waits_for]
 
     @property
     def is_sent(self) -> bool:  # type: ignore[override]  # here it is computed

@@ -325,7 +325,7 @@ class Feed(Result):
     @property
     def waits_for(self) -> list[Result]:
         """The first call to the same workers that was not sent, the parts that run, and the calls of its rows."""
-        return [*self.work.first_before(self), *self.sent_calls(), *(parent._call for parent in self.parents)]
+        return [*self.work.first_before(self), *self.sent_calls(), *super().waits_for]
 
     def late(self, timeout_s: float, what_next: str = AGAIN) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``; ``what_next`` says what the user can do."""
