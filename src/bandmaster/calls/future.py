@@ -11,7 +11,7 @@ from weakref import ref
 
 from bandmaster.calls.derived import Derived
 from bandmaster.calls.request import encode_argument
-from bandmaster.calls.result import Result, WaitedFor, awaited, note_calls
+from bandmaster.calls.result import Result, note_calls
 from bandmaster.codec import decode
 from bandmaster.errors import ArgumentError, BandmasterError, CallTimeout, ResourceError, UsageError
 from bandmaster.errors.failure import reraise_if_from_signal
@@ -126,7 +126,7 @@ class Future(Handle, Generic[T]):
                 self._check_debugged(timeout_s)
                 deadline = Deadline(timeout_s)
         except KeyboardInterrupt as error:
-            note_calls(error, [self._waited_for()])
+            note_calls(error, [self._call])
             raise
         return deadline
 
@@ -137,11 +137,6 @@ class Future(Handle, Generic[T]):
     def _late(self, timeout_s: float) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``."""
         return self._call.late(timeout_s)
-
-    def _waited_for(self) -> WaitedFor:
-        """The facts about this call for the notes of a KeyboardInterrupt."""
-        first = awaited([self._call])
-        return WaitedFor(self._call.site.method, first.missing if first is not None else (), self._call.late)
 
     def _check_debugged(self, timeout_s: float | None) -> None:
         """Raise `CallTimeout`, unless a rank is in a debugger: then the deadline begins anew."""

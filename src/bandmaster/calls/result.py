@@ -307,21 +307,7 @@ def late(result: Result, timeout_s: float, why: str, can_be_cancelled: bool = Tr
     return CallTimeout(method, first.missing, timeout_s, stacks, what_next, behind=first.behind, why=why)
 
 
-class WaitedFor(NamedTuple):
-    """A call for which the interrupted thread waited.
-
-    Attributes:
-        method: ``"Class.method"``.
-        missing: The ranks without a reply.
-        late: Returns the error for a wait of so many seconds, with the stacks of the ranks.
-    """
-
-    method: str
-    missing: tuple[int, ...]
-    late: Callable[[float], CallTimeout]
-
-
-def note_calls(error: KeyboardInterrupt, calls: Sequence[WaitedFor]) -> None:
+def note_calls(error: KeyboardInterrupt, results: Sequence[Result]) -> None:
     """Add notes to a KeyboardInterrupt that name the interrupted calls and show the stacks of their ranks.
 
     Returns within half a second, even if a rank does not show its stack. Another Ctrl-C ends it at once. Does nothing
@@ -329,9 +315,9 @@ def note_calls(error: KeyboardInterrupt, calls: Sequence[WaitedFor]) -> None:
 
     Args:
         error: The KeyboardInterrupt.
-        calls: The calls that the interrupted thread waited for.
+        results: The results that the interrupted thread waited for.
     """
-    calls = [call for call in calls if call.missing]
+    calls = [(result, missing) for result in results if (missing := _missing(result))]
     if not calls or not hasattr(error, "add_note") or getattr(error, "__notes__", None):  # noted by an inner wait
         return
     notes: list[str] = []
@@ -340,29 +326,35 @@ def note_calls(error: KeyboardInterrupt, calls: Sequence[WaitedFor]) -> None:
         start_thread("bandmaster-interrupted-call", _describe, calls[:MOST_CALLS], notes, is_done)
         is_done.wait(STACKS_WITHIN_S)
     described = list(notes)
-    described += [f"{_summary(call)}; its stacks could not be read" for call in calls[len(described) : MOST_CALLS]]
+    described += [f"{_summary(*call)}; its stacks could not be read" for call in calls[len(described) : MOST_CALLS]]
     if len(calls) > MOST_CALLS:
         described.append(f"and {len(calls) - MOST_CALLS} more calls")
     for note in described:
         error.add_note(note)
 
 
-def _describe(calls: Sequence[WaitedFor], notes: list[str], is_done: threading.Event) -> None:
-    """Append a note for each call. Runs in a thread of its own."""
+def _missing(result: Result) -> Sequence[int]:
+    """The ranks whose replies a result waits for."""
+    first = awaited([result])
+    return result.missing or (() if first is None else first.missing)
+
+
+def _describe(calls: Sequence[tuple[Result, Sequence[int]]], notes: list[str], is_done: threading.Event) -> None:
+    """Append a note for each call and the ranks that were missing. Runs in a thread of its own."""
     try:
-        for call in calls:
-            timeout = call.late(0.0)
-            notes.append("\n".join(filter(None, (_summary(call, timeout), stacks_by_equality(timeout.stacks)))))
+        for result, missing in calls:
+            timeout = result.late(0.0)
+            summary = _summary(result, missing, timeout)
+            notes.append("\n".join(filter(None, (summary, stacks_by_equality(timeout.stacks)))))
     except Exception:
         _log.debug("cannot read the stacks of a call that Ctrl-C has interrupted", exc_info=True)
     finally:
         is_done.set()
 
 
-def _summary(call: WaitedFor, timeout: CallTimeout | None = None) -> str:
-    if timeout is None or not timeout.missing:  # the stacks are unknown, or the ranks have replied since
-        method, missing = call.method, call.missing
-    else:
+def _summary(result: Result, missing: Sequence[int], timeout: CallTimeout | None = None) -> str:
+    asked = method = result.site.method
+    if timeout is not None and timeout.missing:  # else the stacks are unknown, or the ranks have replied since
         method, missing = timeout.method, timeout.missing
-    what = method if method == call.method else f"{call.method}, which waited for {method},"
+    what = method if method == asked else f"{asked}, which waited for {method},"
     return f"{what} was interrupted before rank {', '.join(map(str, missing))} had replied"

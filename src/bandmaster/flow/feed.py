@@ -318,6 +318,11 @@ class Feed(Result):
 
     # --- for messages ---
 
+    @property
+    def missing(self) -> tuple[int, ...]:  # type: ignore[override]  # here it is computed
+        """The ranks that have not replied to parts that run."""
+        return tuple(sorted({rank for call in self.sent_calls() for rank in call.missing}))
+
     def sent_calls(self) -> list[Result]:
         """The calls of the parts that run."""
         return [future._call for future in list(self._running) if future._call.is_sent and future._call.done is None]
@@ -333,10 +338,10 @@ class Feed(Result):
         if not calls and (first := awaited(self.waits_for)) is not None:
             what_next = f"{method} takes its rows, or was submitted behind it, and so was not sent: {what_next}"
             method, calls = first.site.method, [first]
-        missing = sorted({rank for call in calls for rank in call.missing})
+        missing = tuple(sorted({rank for call in calls for rank in call.missing}))
         stacks = {rank: stack for call in calls for rank, stack in call.stacks().items()}
         behind = next(filter(None, (call.behind for call in calls)), "")
-        return CallTimeout(method, tuple(missing), timeout_s, stacks, what_next, behind=behind)
+        return CallTimeout(method, missing, timeout_s, stacks, what_next, behind=behind)
 
 
 class Values(Feed):

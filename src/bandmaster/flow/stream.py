@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.progress import Once, progress
-from bandmaster.calls.result import Done, WaitedFor, note_calls
+from bandmaster.calls.result import Done, note_calls
 from bandmaster.contract import Workers
 from bandmaster.errors import CallTimeout
 from bandmaster.flow.feed import Arrival, Feed
@@ -140,8 +140,7 @@ class Stream(Closing):
         except BaseException as error:
             try:
                 if isinstance(error, KeyboardInterrupt):
-                    missing = {rank for call in self._feed.sent_calls() for rank in call.missing}
-                    note_calls(error, [WaitedFor(self._feed.site.method, tuple(sorted(missing)), self._late)])
+                    note_calls(error, [self._feed])
             finally:
                 Closing.close(self)
             raise

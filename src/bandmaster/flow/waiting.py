@@ -103,7 +103,7 @@ def _as_they_come(futures: list[Future[Any]], deadline: Deadline) -> Generator[F
     except queue.Empty:
         return
     except KeyboardInterrupt as error:
-        note_calls(error, [future._waited_for() for future in futures if not future.done()])
+        note_calls(error, [future._call for future in futures if not future.done()])
         raise
     finally:  # else calls that go on would hold the queue, and with it the futures that are done
         for call, when_done in watches:

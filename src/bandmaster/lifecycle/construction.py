@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from bandmaster.calls.call import Call, Failures
 from bandmaster.calls.open_work import OpenWork
 from bandmaster.calls.request import CallRequest, CallSite
-from bandmaster.calls.result import WaitedFor, note_calls
+from bandmaster.calls.result import note_calls
 from bandmaster.codec import Payload, encode
 from bandmaster.contract import (
     CONSTRUCT,
@@ -159,7 +159,7 @@ class _Construction:
                     raise late
                 self._deadline = Deadline(timeout_s)
         except KeyboardInterrupt as interrupt:
-            note_calls(interrupt, [WaitedFor(site.method, call.missing, call.late)])
+            note_calls(interrupt, [call])
             raise
         error = None if call.done is None else call.done.error
         if type(error) is RemoteError:
