@@ -79,7 +79,7 @@ class FlowOptions:
         if self.on_error not in ("raise", "return"):
             raise UsageError(f"on_error must be 'raise' or 'return', got {self.on_error!r}")
 
-    def but(self, changes: Mapping[str, Any], is_generator: bool = False) -> FlowOptions:
+    def but(self, changes: Mapping[str, Any], is_generator: bool) -> FlowOptions:
         """A copy with some options changed, of a method that may be a generator.
 
         Raises:

@@ -125,9 +125,6 @@ class Submitter:
         self._sites: dict[str, CallSite] = {}  # by method
         self.work = work or OpenWork()
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a method of a group cannot be pickled; pass the group, or the values that the workers need")
-
     def label(self, method: str) -> str:
         """``"Class.method"``, for messages."""
         return f"{self._cls.__name__}.{method}"
@@ -332,7 +329,7 @@ class AnyMethod:
         return type(self)(self._group, self._submitter, self._spec, options, how)
 
     def __reduce__(self) -> NoReturn:
-        self._submitter.__reduce__()
+        raise TypeError("a method of a group cannot be pickled; pass the group, or the values that the workers need")
 
     def __repr__(self) -> str:
         spec = self._spec
