@@ -636,6 +636,7 @@ def test_calls_get_the_rows_that_were_released_after_their_submission(n_times, t
         both = three.who.submit(there.join(rows.select("id").rename(id="same"))[::-1])
         mapped = three.ids.map(rows[1:], chunk=1).future
         last = three.who.submit(there)
+        values = three.who.stream(there)  # its rows are there, but calls before it have to be sent
     for released in (rows, there) * (n_times - 1):
         released.release()
     with pytest.raises(bm.RowsLost, match="were released"):
@@ -643,6 +644,7 @@ def test_calls_get_the_rows_that_were_released_after_their_submission(n_times, t
     gate.touch()
     for call, ids in ((both, range(5, -1, -1)), (mapped, range(1, 6)), (last, range(6))):
         assert call.result(timeout=20)["id"].tolist() == list(ids)
+    assert sorted(number for value in values for number in value.result()["id"]) == list(range(6))
     with pytest.raises(bm.RowsLost, match="were released"):
         three.who(there)
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import uuid
@@ -158,9 +159,9 @@ class Feed(Result):
             plan: Plans the call when the rows are there. Mistakes are errors now, unless rows are missing.
             parents: The futures of the missing rows.
         """
+        plan = functools.cache(plan)  # which keeps the claims on the rows that it takes
         if not parents:
-            made = plan()
-            plan = lambda: made  # noqa: E731
+            plan()
         with self._submitter.gate.admitted(self.site.method):
             self._plan, self.parents = plan, tuple(parents)
             self.work.add_in_parts(self)
