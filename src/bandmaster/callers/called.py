@@ -176,7 +176,7 @@ class CalledGroup:
     def _submitter(self) -> Submitter:
         """Sends requests to the ranks."""
         workers = self._workers
-        made = Submitter(lambda: workers, self._cls, self.mesh, self.name, self._reference.prefix)
+        made = Submitter(lambda: workers, self._cls, self.mesh, self.name, self._reference.prefix, self._methods)
         made.work.first_replica = os.getpid()  # so that callers begin with different ones
         made.refused = dict.fromkeys((RAISE, RESTART, REPLACE, FUNCTION), "only calls of the controller are watched")
         return made

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from bandmaster.calls.call import Call, Failures
@@ -86,7 +87,6 @@ class Submitter:
 
     Attributes:
         mesh: The group's mesh.
-        meshes: The meshes of methods that were registered for another mesh, by method.
         ranks: All ranks.
         work: The open calls; submitters for the same workers share them.
         options: The group's own options of calls, such as ``timeout`` and ``grace``.
@@ -101,6 +101,7 @@ class Submitter:
         mesh: The group's mesh.
         group: The group's name.
         prefix: See above.
+        methods: The registered methods, which may be for other meshes.
         work: Shared with the submitters of other groups that have the same workers.
     """
 
@@ -111,6 +112,7 @@ class Submitter:
         mesh: Mesh,
         group: str,
         prefix: str = "",
+        methods: Mapping[str, MethodSpec] = MappingProxyType({}),
         work: OpenWork | None = None,
     ) -> None:
         self.mesh = mesh
@@ -120,8 +122,7 @@ class Submitter:
         self.gate: Gate = OPEN
         self.workers, self.prefix = workers, prefix
         self._cls = cls
-        self._group = group
-        self.meshes: dict[str, Mesh] = {}
+        self._group, self._methods = group, methods
         self._sites: dict[str, CallSite] = {}  # by method
         self.work = work or OpenWork()
 
@@ -280,7 +281,7 @@ class Submitter:
         """The `CallSite` of a call of a method."""
         site = self._sites.get(method)
         if site is None:
-            mesh = self.meshes.get(method, self.mesh)
+            mesh = self._methods[method].mesh if method in self._methods else self.mesh
             site = self._sites[method] = CallSite(self.label(method), mesh, self._group, None, self.options)
         return site if options is None else site._replace(options=options)
 

@@ -137,8 +137,8 @@ class ColocatedGroup(GroupOf[Any]):
         workers, work = self._ownership.workers, self._submitter.work
         for name, checked in self._roles.items():
             role = f"{self._name}.{name}"
-            submitter = Submitter(workers, checked.cls, checked.role.mesh, role, name + SEPARATOR, work)
-            submitter.meshes = {method: spec.mesh for method, spec in checked.methods.items()}
+            prefix, methods = name + SEPARATOR, checked.methods
+            submitter = Submitter(workers, checked.cls, checked.role.mesh, role, prefix, methods, work)
             submitter.refused = self._submitter.refused
             self._submitters[name] = submitter
             if turn_hooks(checked.cls):

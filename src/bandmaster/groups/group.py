@@ -164,8 +164,7 @@ class GroupOf(AnyGroup, Generic[W]):
         self._methods = specs_of(cls, registrations(cls), mesh, meshes)
         self._changing = threading.RLock()  # one restart or replacement at a time
         self._watches: list[DeathWatch] = []
-        self._submitter = Submitter(self._ownership.workers, cls, mesh, name)
-        self._submitter.meshes = {method: spec.mesh for method, spec in self._methods.items()}
+        self._submitter = Submitter(self._ownership.workers, cls, mesh, name, methods=self._methods)
         if why_not := self._why_not_replaced():
             self._submitter.refused[REPLACE] = why_not
         if turn_hooks(cls):

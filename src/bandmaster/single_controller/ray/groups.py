@@ -229,7 +229,7 @@ class RayWorkerGroup(WorkerGroup):
         vars(group).update(vars(self), sub_cls_name=role, wg_dict=None, _whole=self)
         cls, inner, shared = colocated[role][0], self._inner, self._submitter
         name = f"{inner.name}.{role}"
-        mine = Submitter(shared.workers, cls, shared.mesh, name, role + SEPARATOR, shared.work)
+        mine = Submitter(shared.workers, cls, shared.mesh, name, role + SEPARATOR, work=shared.work)
         mine.options = shared.options
         group._bind(cls, mine)
         return group
