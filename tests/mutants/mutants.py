@@ -409,7 +409,7 @@ MUTANTS = [
     Mutant(
         "map-share-lost",
         "flow/feed.py",
-        "                if error is None or not self.is_per_share:\n",
+        "                if error is None or self.are_requests:\n",
         "                if error is None:\n",
         "A request of a map that fails keeps its place.",
     ),

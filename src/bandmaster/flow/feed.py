@@ -98,8 +98,8 @@ class Feed(Result):
         lock: Held while parts are sent, and while the end is made.
         how: The user's options.
         is_sent_in_background: Whether it begins when its rows are there, though no thread waits for it.
-        are_requests: Whether its parts are requests.
-        is_per_share: Whether each share makes parts of its own, and no more after an error; else any share makes any.
+        are_requests: Whether its parts are requests, each of which any share makes; else each share makes parts of its
+            own, and no more after an error.
 
     Args:
         site: Its `CallSite`: names for messages, and limits.
@@ -109,7 +109,6 @@ class Feed(Result):
     """
 
     are_requests = False
-    is_per_share = True
     is_sent_in_background = False
 
     def __init__(self, site: CallSite, submitter: Submitter, how: FlowOptions, keeps_rows: bool = False) -> None:
@@ -245,7 +244,7 @@ class Feed(Result):
         return None
 
     def _place(self, rank: int | None) -> int | None:
-        return rank if self.is_per_share else None
+        return None if self.are_requests else rank
 
     def parts_done(self, futures: Sequence[Future[Any]]) -> None:
         """Tell of parts that are done, and send others."""
@@ -257,7 +256,7 @@ class Feed(Result):
                 self.arrivals.put(future)
             with self.lock:
                 del self._running[future]
-                if error is None or not self.is_per_share:
+                if error is None or self.are_requests:
                     self._free.append(share)
         self._go_on()
 

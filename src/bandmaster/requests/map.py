@@ -146,7 +146,6 @@ class MapFeed(Feed):
 
     how: MapOptions
     are_requests = True
-    is_per_share = False
 
     def __init__(
         self, group: object, router: Router, site: CallSite, target: Target, how: MapOptions, beside: Beside
