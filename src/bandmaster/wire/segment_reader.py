@@ -77,8 +77,7 @@ class SegmentLease:
         Raises:
             OSError: There is no memory or no mapping left.
         """
-        head, *buffers = chunks_in(self.file.memory(keeps=self))
-        return Payload(head, tuple(buffers))
+        return payload_in(self.file.memory(keeps=self))
 
 
 class KeptSegment(KeptElsewhere):
@@ -177,8 +176,7 @@ class SegmentReader:
         if number in self._were_read and _may_differ(memory):
             memory.forget_writes()  # what this reader wrote into it the last time must not show
         self._were_read.add(number)
-        head, *buffers = chunks_in(claim)
-        return Payload(head, tuple(buffers))
+        return payload_in(claim)
 
     def note_fork(self) -> None:
         """Note the segments under lease, which the fork that is about to happen may read for as long as it lives."""
@@ -222,13 +220,14 @@ def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def chunks_in(whole: Any) -> list[memoryview]:
-    """The chunks in the memory of a segment."""
+def payload_in(whole: Any) -> Payload:
+    """The payload in the memory of a segment."""
     view = memoryview(whole)
     (n_chunks,) = struct.unpack_from("<Q", view)
     sizes = struct.unpack_from(f"<{n_chunks}Q", view, LENGTH_NBYTES)
     offsets, _ = layout(sizes)
-    return [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+    head, *buffers = [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+    return Payload(head, tuple(buffers))
 
 
 def start_of(whole: Any) -> memoryview:

@@ -17,7 +17,7 @@ from typing import Any
 from bandmaster.codec import Payload, decode
 from bandmaster.plan.batch import Batch, as_batch, copies_rows, learn_batch_type, required_batch
 from bandmaster.rows.table import Elsewhere, assemble
-from bandmaster.wire.segment_reader import KeptFile, RowReaders, chunks_in, start_of
+from bandmaster.wire.segment_reader import KeptFile, RowReaders, payload_in, start_of
 
 MAX_HEAD_NBYTES = 1 << 20  # of a segment that is viewed: the head is compared each time
 
@@ -71,10 +71,9 @@ def _view(file: KeptFile) -> Batch | None:
     """
     memory, start, known, batch = file.view or (file.memory(), b"", b"", None)
     if not known or bytes(start) != known:
-        head, *buffers = chunks_in(memory)
         start, batch = start_of(memory), None
         if len(start) <= MAX_HEAD_NBYTES:
-            value = decode(Payload(head, tuple(buffers)))
+            value = decode(payload_in(memory))
             batch = as_batch(value) if copies_rows(value) else None
         file.view = memory, start, bytes(start[:MAX_HEAD_NBYTES]), batch
     return batch
