@@ -110,7 +110,7 @@ class Lane:
         self.writer = writer
         self._is_worker, self._reader_id = rank is None, rank or 0
         self._attached: set[int] = set()
-        writer.on_close.append(self._segment_closed)
+        writer.on_close.add(self._segment_closed)
         self._closed_ids: list[int] = []
         self._returned: list[int] = []  # segments in which nothing lies any more, as the other end is to be told
         self._forked: list[int] = []  # the same, but forks of this process may read them
@@ -171,19 +171,22 @@ class Lane:
         about_new = [(segment.id, segment.nbytes, segment.is_kept) for segment in new]
         about_old = [ids[:MAX_IDS] for ids in self._news]
         control = pickle.dumps((named, about_new, *about_old), protocol=5)
-        _check_size(len(control) + len(message))
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [s.fd for s in new]))] if new else []
         parts: list[bytes | memoryview] = [_LENGTH.pack(len(control)), control, memoryview(message)[LENGTH_NBYTES:]]
-        try:
-            self.socket.sendmsg(parts, rights, self._send_flags)
-        except ConnectionError:
-            raise Closed from None
+        self._send_parts(parts, [segment.fd for segment in new])
         for ids in self._news:
             del ids[:MAX_IDS]
         self._attached.update([segment.id for segment in new])
         if self._is_worker:
             for segment in new:
                 segment.close_descriptor()
+
+    def _send_parts(self, parts: Sequence[bytes | memoryview], descriptors: Sequence[int]) -> None:
+        _check_size(sum(map(len, parts)))
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        try:
+            self.socket.sendmsg(parts, rights, self._send_flags)
+        except ConnectionError:
+            raise Closed from None
 
     def pack(self, payload: Payload, is_kept: bool = False) -> tuple[Any, SharedPayload | None]:
         """Make the part of a body that names a payload: its bytes, or the number of the segment that it is written to.
@@ -276,11 +279,7 @@ class Lane:
             Closed: The other end is gone.
             OSError: The other end does not read, or the socket cannot be sent; the lane is as it was.
         """
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [sock.fileno()]))]
-        try:
-            self.socket.sendmsg([message], rights, self._send_flags)
-        except ConnectionError:
-            raise Closed from None
+        self._send_parts([message], [sock.fileno()])
 
     def new_caller(self) -> Lane | None:
         """A lane over the socket that came with the last message; None if there was no descriptor for it."""
@@ -385,8 +384,7 @@ class Lane:
         """Close this end. Arrays that came by it stay as they are."""
         self.socket.close()
         self.reader.close()
-        if self._segment_closed in self.writer.on_close:
-            self.writer.on_close.remove(self._segment_closed)
+        self.writer.on_close.discard(self._segment_closed)
         self.writer.forget_reader(self._reader_id)
 
 

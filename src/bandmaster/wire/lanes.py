@@ -112,7 +112,7 @@ class LaneClient(Client):
             return self._writer.adopt(payload.lease)
         if isinstance(payload, SegmentPayload):
             is_ours = payload.owner is self._writer
-            return payload.placed if is_ours else self._share(payload, payload.is_kept)
+            return payload.placed if is_ours else self._share(payload, payload.placed.segment.is_kept)
         if not isinstance(payload, Payload):
             rows = payload.payload()
             return inline(rows) if rows.nbytes <= INLINE_NBYTES else self._share(rows, is_kept=True)

@@ -112,14 +112,13 @@ class SegmentPayload(Payload):
     Attributes:
         placed: The payload as messages name it.
         owner: The writer of the segment.
-        is_kept: Whether it is named as kept rows.
     """
 
-    __slots__ = ("is_kept", "owner", "placed")
+    __slots__ = ("owner", "placed")
 
-    def __init__(self, places: Sequence[Any], shared: SharedPayload, owner: SegmentWriter, is_kept: bool) -> None:
+    def __init__(self, places: Sequence[Any], shared: SharedPayload, owner: SegmentWriter) -> None:
         super().__init__(places[0], tuple(places[1:]))
-        self.placed, self.owner, self.is_kept = shared, owner, is_kept
+        self.placed, self.owner = shared, owner
 
 
 _nbytes = attrgetter("nbytes")
@@ -142,7 +141,7 @@ class SegmentWriter:
 
     def __init__(self, kept_name: str = "bandmaster", most_free_nbytes: int = MAX_FREE_NBYTES) -> None:
         self.kept_name, self._most_free_nbytes = kept_name, most_free_nbytes
-        self.on_close: list[Callable[[int], None]] = []
+        self.on_close: set[Callable[[int], None]] = set()
         self._segments: dict[int, Segment] = {}
         self._free: dict[int, Segment] = {}  # in the order in which they became free
         self._n_writes = 0
@@ -169,7 +168,7 @@ class SegmentWriter:
             OSError: There is no memory or no descriptor for it.
         """
         segment = self._reserved(sizes, is_kept)
-        return SegmentPayload(segment.places(sizes), self._shared(segment, None), self, is_kept)
+        return SegmentPayload(segment.places(sizes), self._shared(segment, None), self)
 
     def adopt(self, lease: SegmentLease) -> SharedPayload:
         """The segment of kept rows that another process has written, as one of this writer's that is never reused."""
