@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from socket import gethostname
 from threading import get_ident, main_thread
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 PATH = "bandmaster.path"  # the keyword by which the calls of workers carry it
 
@@ -46,13 +46,6 @@ class RunningCall:
         self.request, self.is_over = request, False
 
 
-class RunsCalls(Protocol):
-    """The executor of this process."""
-
-    def words(self, method: str = "") -> str:
-        """A method of the worker with its rank; by default that which runs alone, "" if none does."""
-
-
 running: ContextVar[RunningCall | None] = ContextVar("running", default=None)  # of tasks
 earlier: ContextVar[tuple[Step, ...]] = ContextVar("earlier", default=())
 
@@ -61,11 +54,11 @@ class _Here:
     """The state of this process that calls ask for.
 
     Attributes:
-        executor: Runs its calls.
+        words: Returns a method of its worker with the rank, or for "" that which runs alone; "" if there is none.
         told_of_calls: Tells which calls to other groups it waits for; see `bandmaster.callers.called`.
     """
 
-    executor: RunsCalls | None = None
+    words: Callable[[str], str] = staticmethod(lambda method: "")
     told_of_calls: Callable[[], str] = str
 
 
@@ -77,10 +70,10 @@ def path_of_this_call() -> tuple[Step, ...]:
 
     Threads that a method has started are not known to be waited for.
     """
-    call, executor = running.get(), here.executor
+    call = running.get()
     request = call.request if call is not None and not call.is_over else ""
     is_alone = not request and (get_ident() == main_thread().ident or (call is not None and not call.is_over))
-    words = executor.words(request) if executor is not None and (request or is_alone) else ""
+    words = here.words(request) if request or is_alone else ""
     return (*earlier.get(), Step((gethostname(), os.getpid()), words, is_alone)) if words else ()
 
 

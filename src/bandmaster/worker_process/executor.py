@@ -96,7 +96,7 @@ class Executor:
     def prepare(self, context: WorkerContext) -> None:
         """Set the attributes that the worker has before its constructor runs."""
         self._context, self.device = context, context.device
-        here.executor = self
+        here.words = self._words
 
     def call(
         self, method: str, reply: int, parts: Arguments, rows: RowReaders = NO_ROWS, is_timed: bool = False
@@ -230,8 +230,8 @@ class Executor:
             return replace(failure, kind=FailureKind.CANCELLED, summary="interrupted by the controller")
         return failure
 
-    def words(self, method: str = "") -> str:
-        """A method of the worker with its rank; by default that which runs alone, "" if none does."""
+    def _words(self, method: str) -> str:
+        """A method of the worker with its rank, or for "" that which runs alone; "" if none does."""
         index = self.activity.words[RUNNING]
         name = method or next((name for name, n in self.activity.indices.items() if index and n == index), "")
         return f"{type(self.worker).__name__}.{name} on rank {getattr(self._context, 'rank', 0)}" if name else ""
