@@ -17,7 +17,6 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -31,41 +30,37 @@ _MODULE = "torch.distributed.distributed_c10d"
 
 def tell_of_collectives(page: StatusPage) -> None:
     """Have others learn of the operations of this process by its status page, once it has a process group."""
-    AfterImport(_MODULE, lambda: _Teller(page).install())
+    AfterImport(_MODULE, lambda: _start_with_the_first_group(page))
 
 
-class _Teller:
-    """The thread that tells; it is started when torch has made the first process group."""
+def _start_with_the_first_group(page: StatusPage) -> None:
+    module: Any = sys.modules[_MODULE]
+    update: Any = getattr(module, "_update_default_pg", None)  # called as a group is made
+    is_started = False
 
-    def __init__(self, page: StatusPage) -> None:
-        self._page = page
-        self._is_started = False
+    def update_and_start(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_started
+        value = update(*args, **kwargs)
+        if not is_started:
+            is_started = True
+            with suppress(ResourceError):
+                start_thread("bandmaster-collectives", _tell, page)
+        return value
 
-    def install(self) -> None:
-        module = sys.modules[_MODULE]
-        update: Callable[..., Any] | None = getattr(module, "_update_default_pg", None)  # called as a group is made
+    if update is not None:
+        module._update_default_pg = update_and_start
 
-        def update_and_start(*args: Any, **kwargs: Any) -> Any:
-            assert update is not None, "else it is not replaced"
-            value = update(*args, **kwargs)
-            if not self._is_started:
-                self._is_started = True
-                with suppress(ResourceError):
-                    start_thread("bandmaster-collectives", self._run)
-            return value
 
-        if update is not None:
-            module._update_default_pg = update_and_start  # type: ignore[attr-defined]  # torch's own
-
-    def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [STACKS_SIGNAL])  # of this thread alone
-        self._page.tells_of_collectives(threading.get_native_id())
-        while signal.sigwait([STACKS_SIGNAL]):
-            try:
-                told = "\n".join(_operations())
-            except Exception as error:  # torch's format has changed
-                told = f"  its collectives are unknown: {error!r}"
-            self._page.tell_of_collectives(told)
+def _tell(page: StatusPage) -> None:
+    """Tell of the operations each time that the thread which runs this is asked."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [STACKS_SIGNAL])  # of this thread alone
+    page.tells_of_collectives(threading.get_native_id())
+    while signal.sigwait([STACKS_SIGNAL]):
+        try:
+            told = "\n".join(_operations())
+        except Exception as error:  # torch's format has changed
+            told = f"  its collectives are unknown: {error!r}"
+        page.tell_of_collectives(told)
 
 
 def _operations() -> list[str]:
