@@ -410,7 +410,7 @@ def _content_of(outcome: Payload | Failure | None, name: int) -> tuple[int, Any,
     if (small := small_reply(outcome)) is not None:
         return *small, {}
     if isinstance(outcome, Failure):
-        return ReplyKind.FAILURE, inline(encode(outcome)), {}
+        return ReplyKind.FAILURE, name, {name: encode(outcome)}
     assert outcome is not None, "it would be small"
     return ReplyKind.PART, name, {name: outcome}
 
