@@ -19,10 +19,10 @@ import secrets
 import socket
 import ssl
 import tempfile
-import time
 from dataclasses import dataclass, field
 from functools import cache
 
+from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.settings import is_link_encrypted
 
 MAGIC = b"bandmaster-link-5"  # another number whenever the format of frames changes
@@ -89,7 +89,7 @@ def greet(sock: socket.socket, secret: Secret, purpose: int) -> tuple[socket.soc
         Refused: The server does not know the secret.
         OSError: The connection failed, or the server did not answer in time.
     """
-    deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
+    deadline = Deadline(HANDSHAKE_TIMEOUT_S)
     sock, binding = _secured(sock, secret, False, deadline)
     nonce = secrets.token_bytes(NONCE_NBYTES)
     sock.sendall(MAGIC + nonce)
@@ -108,7 +108,7 @@ def welcome(sock: socket.socket, secret: Secret) -> tuple[socket.socket, Keys, i
         Refused: The client does not know the secret, or is no client of ours.
         OSError: The connection failed, or the client did not say who it is in time.
     """
-    deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
+    deadline = Deadline(HANDSHAKE_TIMEOUT_S)
     sock, binding = _secured(sock, secret, True, deadline)
     said = _exactly(sock, len(MAGIC) + NONCE_NBYTES, deadline)
     if not said.startswith(MAGIC):
@@ -126,7 +126,7 @@ def _proof(secret: Secret, role: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret.key, role + b"\0" + nonces, "sha256")
 
 
-def _exactly(sock: socket.socket, n_bytes: int, deadline: float) -> bytes:
+def _exactly(sock: socket.socket, n_bytes: int, deadline: Deadline) -> bytes:
     """So many bytes, which come before the deadline."""
     said = b""
     while len(said) < n_bytes:
@@ -138,14 +138,14 @@ def _exactly(sock: socket.socket, n_bytes: int, deadline: float) -> bytes:
     return said
 
 
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
+def _left(deadline: Deadline) -> float:
+    left = deadline.left()
+    if not left:
         raise TimeoutError(f"the other end has not completed the handshake within {HANDSHAKE_TIMEOUT_S:g} s")
     return left
 
 
-def _secured(sock: socket.socket, secret: Secret, is_server: bool, deadline: float) -> tuple[socket.socket, bytes]:
+def _secured(sock: socket.socket, secret: Secret, is_server: bool, deadline: Deadline) -> tuple[socket.socket, bytes]:
     """The socket, encrypted if it has to be, and what the proofs are bound to."""
     sock.settimeout(_left(deadline))
     if not secret.is_encrypted:
