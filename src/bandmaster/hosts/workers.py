@@ -280,11 +280,10 @@ class AgentWorkers(Client):
             self._open[rank][number] = tickets[rank] = ticket = MessageTicket(number)
             if holds:
                 ticket.holds = holds
-        flags = (MessageKind.FENCED * call.is_fenced) | (MessageKind.TIMED * call.is_timed)
-        message, parts = call_message(number, _content_of(call), flags)[4:], _parts_of(call)
+        message = call_message(number, _content_of(call), call.is_timed, call.is_fenced)[4:]
         for agent, mine in [(relay, None) for relay in relays] or self._route(ranks):
             for_host = outgoing.setdefault(agent, _Outgoing())
-            for_host.add(mine, message, parts)
+            for_host.add(mine, message, _parts_of(call))
             if any(held.agent is not agent for held in holds):
                 self._want(for_host, agent, call, self.ranks_on(agent) if mine is None else mine)
 
@@ -330,7 +329,6 @@ class AgentWorkers(Client):
                 self.deaths[rank] = failure
                 self._fail_open(rank, failure)
         self.reports.on_change()
-        self._poller.wake_if_blocked()
 
     def host_is_lost(self, agent: Agent, why: str) -> None:
         """Take the end of a host; see `links.Group`."""

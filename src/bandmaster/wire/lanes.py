@@ -208,8 +208,7 @@ class LaneClient(Client):
         content = self._content_of(call, segments)
         if segments:
             self._have_leases_ended()
-        flags = (MessageKind.FENCED if call.is_fenced else 0) | (MessageKind.TIMED if call.is_timed else 0)
-        message = call_message(number, content, flags)
+        message = call_message(number, content, call.is_timed, call.is_fenced)
         for rank in ranks:
             open_here, queue = self._open[rank], self._queues[rank]
             open_here[number] = tickets[rank] = ticket = MessageTicket(number)
@@ -373,8 +372,8 @@ class LaneClient(Client):
             rank: "" if ticket is None or isinstance(ticket, RequestTicket) or self.is_at(rank, ticket) else QUEUED
             for rank, ticket in tickets.items()
         }
-        texts = status_page.stacks([self.processes[rank] for rank in tickets])
         pids = {rank: self.processes[rank] for rank in tickets}
+        texts = status_page.stacks(list(pids.values()))
         return {rank: queued[rank] + texts[pid] for rank, pid in pids.items() if pid in texts}
 
     def signs(self, ranks: Sequence[int]) -> dict[int, Signs]:

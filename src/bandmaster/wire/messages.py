@@ -132,14 +132,16 @@ def inline(payload: Payload) -> tuple[bytes, tuple[bytearray, ...]]:
     return bytes(payload.head), tuple(map(bytearray, payload.buffers)) if payload.buffers else ()
 
 
-def call_message(number: int, content: CallContent, flags: int = 0) -> bytes:
+def call_message(number: int, content: CallContent, is_timed: bool, is_fenced: bool) -> bytes:
     """A call, as `Lane.send` takes it: with four zero bytes before the body.
 
     Args:
         number: Number of the call.
         content: The call.
-        flags: `MessageKind.TIMED`, `MessageKind.FENCED`, or both.
+        is_timed: Whether its reply is to have times.
+        is_fenced: Whether the worker waits after its failure.
     """
+    flags = (MessageKind.TIMED if is_timed else 0) | (MessageKind.FENCED if is_fenced else 0)
     method, reply, parts, rows, _ = content
     if not rows and (not parts or (len(parts) == 1 and type(parts[0]) is tuple and not parts[0][1])):
         name = method.encode()
