@@ -120,7 +120,6 @@ class Link:
         place: Makes the memory that a large payload is received in.
         heard_at: When something was received last, or the other end took more of what it had not taken at once; by
             `time.monotonic`.
-        received_nbytes: Bytes of all that was received.
 
     Args:
         sock: The connection; it is owned from here on.
@@ -149,7 +148,6 @@ class Link:
         self._is_held_up = False  # the other end did not take all at once
         self._arriving = self._messages()
         self.heard_at = time.monotonic()
-        self.received_nbytes = 0
         self._poller: Poller
         self._take: Callable[[Message], object]
         self._end: Callable[[str], object]
@@ -335,7 +333,6 @@ class Link:
             if not n:
                 raise Closed("the peer closed the connection")
             self.heard_at = time.monotonic()
-            self.received_nbytes += n
             left = left[n:]
 
     def _digest(self, payloads: Iterable[Payload]) -> bytes:
