@@ -20,7 +20,6 @@ class Stat(NamedTuple):
         state: One letter; ``Z`` and ``X`` mean that the process has ended.
         parent: Process id of the parent.
         start: Start time in clock ticks since boot; tells apart two processes that had the same pid.
-        status: Wait status as `os.wait4` returns it, once the process has ended; 0 if this process may not read it.
         ticks: Processor time that it has used, in clock ticks.
 
     Source: proc(5), /proc/[pid]/stat.
@@ -31,7 +30,6 @@ class Stat(NamedTuple):
     state: str
     parent: int
     start: int
-    status: int
     ticks: int
 
 
@@ -46,7 +44,7 @@ def stat(pid: int) -> Stat | None:
         before, _, after = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
         fields = after.split()  # field 3 (state) and later
         name, ticks = before.partition("(")[2], int(fields[11]) + int(fields[12])
-        return Stat(pid, name, fields[0], int(fields[1]), int(fields[19]), int(fields[49]), ticks)
+        return Stat(pid, name, fields[0], int(fields[1]), int(fields[19]), ticks)
     return None
 
 
