@@ -157,14 +157,15 @@ def test_names_are_shown_whatever_they_are_and_however_many():
 
 MANY_NAMES = """
 import os
+import time
 from bandmaster.wire.status_page import StatusPage, WorkerIdentity
 page = StatusPage(WorkerIdentity(os.getpid(), 0, 0, 1, "many")).activity
 for name in ("first", "x" * 300, "line\\nred\\x1b", None, "first", ""):
     if name is None:
         for number in range(5000):
-            page.begin(f"method {number}")
+            page.show({0: (f"method {number}", time.monotonic())})
     elif name:
-        page.begin(name)
+        page.show({0: (name, time.monotonic())})
     else:
         page.end()
     print("shown", flush=True)
@@ -179,7 +180,7 @@ def test_a_process_without_such_a_page_shows_nothing():
 
 def test_a_page_of_the_in_process_backend_is_not_shown_to_others():
     page = ActivityWords()
-    page.begin("method")
+    page.show({0: ("method", time.monotonic())})
     assert Activity.of(os.getpid()) is None
 
 

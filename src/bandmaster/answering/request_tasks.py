@@ -155,5 +155,4 @@ class RequestTasks:
         self._n_ended += n
 
     def _show(self) -> None:
-        method, since = next(iter(self._running.values()), ("", 0.0))
-        self._executor.activity.show(method, since, max(0, len(self._running) - 1))
+        self._executor.activity.show(self._running)

@@ -279,7 +279,7 @@ class LaneClient(Client):
         It goes on until all is replied to: a worker whose replies nobody reads stops as well.
         """
         with self.lock:
-            while any((*self._open.values(), *self._requests.values())) and not self._poller.is_closed:
+            while any((*self._open.values(), *self._requests.values())) and not self.is_stopped:
                 self._poller.receive(None)
             self._sender = None
 

@@ -44,11 +44,6 @@ class Poller:
         self._blocked: int | None = None  # the thread that is blocked in the kernel
         self._n_waiting = 0  # threads that wait for that one
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._poll.closed
-
     def fileno(self) -> int:
         """A descriptor that is readable when something has arrived."""
         return self._poll.fileno()

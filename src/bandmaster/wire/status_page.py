@@ -32,10 +32,11 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from types import FrameType
+from typing import Any
 
 from bandmaster.contract import CONSTRUCT, Signs
 from bandmaster.errors.failure import IN_DEBUGGER
@@ -452,19 +453,14 @@ class ActivityWords:
         self.words, self.times = page.cast("Q"), page.cast("d")
         self.indices = _Indices(page)
 
-    def begin(self, method: str) -> None:
-        """Show that a method runs from now on."""
-        self.times[SINCE] = time.monotonic()
-        self.words[RUNNING] = self.indices[method]
-
     def rename(self, method: str) -> None:
         """Show the running call under the name of a method of the user's, since when it has been running."""
         self.words[RUNNING] = self.indices[method]
 
-    def show(self, method: str, since: float, n_more: int) -> None:
-        """Show that a method runs since a moment, and how many others beside it; "" for none."""
-        self.times[SINCE] = since
-        self.words[N_MORE] = n_more
+    def show(self, running: Mapping[Any, tuple[str, float]]) -> None:
+        """Show the first of the methods that run, given with the moments since when, and how many more there are."""
+        method, self.times[SINCE] = next(iter(running.values()), ("", 0.0))
+        self.words[N_MORE] = max(0, len(running) - 1)
         self.words[RUNNING] = self.indices[method] if method else 0
 
     def end(self) -> None:

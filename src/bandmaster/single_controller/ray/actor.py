@@ -314,16 +314,12 @@ class _ActorExecutor(Executor):
         """Show, until the block is left, that a method runs, perhaps besides others: the oldest is shown by name."""
         token = object()
         self._beside[token] = method, time.monotonic()
-        self._show_oldest()
+        self.activity.show(self._beside)
         try:
             yield
         finally:
             del self._beside[token]
-            self._show_oldest()
-
-    def _show_oldest(self) -> None:
-        method, since = next(iter(self._beside.values()), ("", 0.0))
-        self.activity.show(method, since, max(0, len(self._beside) - 1))
+            self.activity.show(self._beside)
 
     async def call_beside(
         self, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
@@ -343,7 +339,7 @@ class _ActorExecutor(Executor):
 
     def run(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a method with plain arguments and return its plain value. An async method is awaited."""
-        self.activity.begin(method)
+        self.activity.show({None: (method, time.monotonic())})
         try:
             self.call_hooks(self.before, method, args, kwargs)
             value = getattr(self.worker, method)(*args, **kwargs)
