@@ -202,18 +202,18 @@ def stacks(pids: Sequence[int]) -> dict[int, str]:
                 _signal(pid, STACKS_SIGNAL)
                 pages[pid] = page
         deadline = time.monotonic() + STACKS_TIMEOUT_S
-        texts = _settled(pages, deadline)
+        texts = _texts(pages, deadline, lambda text, before: text != "" and text == before)
         tellers = {pid: _word(page, TELLER) for pid, page in pages.items()}
         asked = {pid: pages[pid] for pid, thread in tellers.items() if thread}
         for pid in asked:
             with contextlib.suppress(OSError):
                 _signal(pid, STACKS_SIGNAL, tellers[pid])
-        texts.update(_told(asked, COLLECTIVES, deadline))
+        texts.update(_texts(asked, deadline, lambda text, _: told(text, COLLECTIVES) is not None))
         waiting = {pid: page for pid, page in pages.items() if can_tell_of_tasks(texts[pid])}
         for pid in waiting:
             with contextlib.suppress(OSError):
                 _signal(pid, INTERRUPT_SIGNAL)
-        texts.update(_told(waiting, TASKS, deadline))
+        texts.update(_texts(waiting, deadline, lambda text, _: told(text, TASKS) is not None))
         for page in pages.values():  # an interrupt is not to tell of tasks
             os.ftruncate(page, PAGE_NBYTES)
     shown = {pid: readable(text) for pid, text in texts.items() if text}
@@ -221,13 +221,18 @@ def stacks(pids: Sequence[int]) -> dict[int, str]:
     return {**shown, **{pid: heading + shown.get(pid, "") for pid in in_debuggers(pids)}}
 
 
-def _told(pages: dict[int, int], mark: str, deadline: float) -> dict[int, str]:
-    """The text behind each page, once what follows a mark is there in all, or the time is over."""
-    texts = _texts(pages)
-    while any(told(text, mark) is None for text in texts.values()) and time.monotonic() < deadline:
-        time.sleep(_SETTLED_S)
-        texts = _texts(pages)
-    return texts
+def _texts(pages: dict[int, int], deadline: float, is_whole: Callable[[str, str], bool]) -> dict[int, str]:
+    """The text behind each page, once each is whole, told from it and what was read before; or the time is over."""
+    texts: dict[int, str] = {}
+    while True:
+        before, texts = texts, {pid: _text(page) for pid, page in pages.items()}
+        if all(is_whole(text, before.get(pid, "")) for pid, text in texts.items()) or time.monotonic() >= deadline:
+            return texts
+        time.sleep(_SETTLED_S)  # a signal handler writes there: there is nothing to wait on
+
+
+def _text(page: int) -> str:
+    return os.pread(page, os.fstat(page).st_size, PAGE_NBYTES).decode(errors="replace")
 
 
 def _word(page: int, word: int) -> int:
@@ -239,24 +244,6 @@ def _signal(pid: int, number: int, thread: int = 0) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.tgkill(pid, thread or pid, number):
         raise OSError(ctypes.get_errno(), "tgkill")
-
-
-def _settled(pages: dict[int, int], deadline: float) -> dict[int, str]:
-    """The text behind each page, once nothing more is added."""
-    sizes: dict[int, int] = {}
-    while time.monotonic() < deadline:
-        before, sizes = sizes, {pid: os.fstat(page).st_size for pid, page in pages.items()}
-        if before == sizes and all(size > PAGE_NBYTES for size in sizes.values()):
-            break
-        time.sleep(_SETTLED_S)  # a signal handler writes there: there is nothing to wait on
-    return _texts(pages)
-
-
-def _texts(pages: dict[int, int]) -> dict[int, str]:
-    """The text behind each page."""
-    return {
-        pid: os.pread(page, os.fstat(page).st_size, PAGE_NBYTES).decode(errors="replace") for pid, page in pages.items()
-    }
 
 
 @dataclass(frozen=True)
