@@ -483,8 +483,7 @@ class LaneClient(Client):
     def _hang_up(self, rank: int) -> None:
         self._writer.forget_reader(rank)
         self._clear(rank)
-        if rank in self._lanes:
-            self._lanes[rank].reader.close()  # rows that nobody has any more; leases keep those that somebody has
+        self._lanes[rank].reader.close()  # rows that nobody has any more; leases keep those that somebody has
         self._fail_open(rank, self.deaths[rank])
 
 
