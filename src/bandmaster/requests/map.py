@@ -186,13 +186,13 @@ class MapFeed(Feed):
         is_gated = self.how.maxsize is not None  # then it is sent as the user takes others
         with self._submitter.gate.admitted(label) if is_gated else contextlib.nullcontext():
             arguments = Arguments.of(to_ranks(self._parts.of(number), ()), label).beside(self._whole)
-            request = Request(self._each, arguments, self._router, keeps_rows=self.how.chunk is not None)
+            request = Request(self._each, arguments, self._router, self._target, self.how.chunk is not None)
             request.tell_map = self.note
             future: Future[Any] = Future(request, self._group)
             future.numbers = self._parts.rows_of(number)
             self._open[request] = future, time.monotonic()  # first: the end of the map ends what Ctrl-C has left of it
             try:
-                is_chosen = self._router.put(request, self._target)
+                is_chosen = self._router.put(request)
             except Exception:
                 del self._open[request]
                 raise

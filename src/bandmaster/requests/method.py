@@ -29,9 +29,6 @@ P = ParamSpec("P")
 G = TypeVar("G", covariant=True)
 
 
-Made = tuple[Router, Request, Target]  # the router of a method, a request that was not sent, and where it may go
-
-
 class RequestOptions(SharedLimits, total=False):
     """The keywords of `RequestMethod.options`, for type checkers."""
 
@@ -76,7 +73,7 @@ class RequestMethod(AnyMethod, Generic[P, G]):
             UsageError: The method yields items; use `stream`.
         """
         self._check_has_value()
-        return self._sent(*self._made(args, kwargs))
+        return self._sent(self._made(args, kwargs))
 
     submit = __call__
 
@@ -101,9 +98,9 @@ class RequestMethod(AnyMethod, Generic[P, G]):
             raise UsageError(
                 f"{self._spec.name}.all(...) goes to all replicas; leave out replica={self._how.replica}, or .all"
             )
-        router, request, _ = self._made(args, kwargs)
-        request.is_listed = True
-        return self._sent(router, request, Target(is_all=True))
+        request = self._made(args, kwargs)
+        request.target = Target(is_all=True)
+        return self._sent(request)
 
     def map(
         self,
@@ -223,10 +220,10 @@ class RequestMethod(AnyMethod, Generic[P, G]):
         if not spec.is_generator:
             raise UsageError(f"{spec.label} has one value and no stream, as it does not yield; call {spec.name}(...)")
         self._check_no_retries(f"{spec.name}.stream(...)", "whose items may have been read")
-        router, run, target = self._made(args, kwargs)
+        run = self._made(args, kwargs)
         assert isinstance(run, GeneratorRequest), "the method yields"
         stream: RequestStream[Any] = RequestStream(run, most, self._group)
-        self._sent(router, run, target)
+        self._sent(run)
         return stream
 
     @property
@@ -234,8 +231,8 @@ class RequestMethod(AnyMethod, Generic[P, G]):
         """Whether its requests run beside others."""
         return self._spec.is_async
 
-    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any], beside: Beside = ()) -> Made:
-        """The router of the method, a request for it that was not sent, and the choice of its replica."""
+    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any], beside: Beside = ()) -> Request:
+        """A request for the method, which was not sent."""
         router = Router.of(self._submitter, self._spec)
         site = self._submitter.site(self._spec.name, self._options)
         spec = self._spec
@@ -247,18 +244,19 @@ class RequestMethod(AnyMethod, Generic[P, G]):
         if name:
             arguments = arguments.beside(((STREAM, name), (METHOD, router.method), (MAXSIZE, self._how.maxsize)))
         encoded = Arguments.of(arguments, spec.label)
-        request = GeneratorRequest(site, encoded, router, name) if name else Request(site, encoded, router)
+        made = site, encoded, router, self._how
+        request = GeneratorRequest(*made, name) if name else Request(*made)
         request.calls_back = self.calls_back
         if encoded.rows:
             request.parents = [value for group in encoded.rows for _, value in group.items if not value.done()]
-        return router, request, self._how
+        return request
 
-    def _sent(self, router: Router, request: Request, target: Target) -> Future[Any]:
+    def _sent(self, request: Request) -> Future[Any]:
         """Send a request. If no future is returned, as Ctrl-C or a deadline has come, it is cancelled."""
         future: Future[Any] = RequestFuture(request, self._group)
         try:
             with self._submitter.gate.admitted(self._spec.label):
-                router.submit(request, target)
+                request.router.submit(request)
         except BaseException:
             request.cancel()
             raise

@@ -23,7 +23,7 @@ from bandmaster.errors.failure import Failure, FailureKind, is_in_debugger
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.requests.arguments import Arguments
-from bandmaster.requests.target import ANY
+from bandmaster.requests.target import Target
 from bandmaster.rows.kept import KeptPart, KeptRows
 
 _SENDING_AGAIN = threading.Lock()  # held for a moment
@@ -96,13 +96,12 @@ class Request(RowsResult):
     Attributes:
         arguments: Its arguments, until its result was made.
         parents: The futures of the rows that it takes, as far as these may be missing, or of calls that it is behind.
-        target: Where it may go, and how often.
+        target: Where it may go, and how often. If to all replicas, its value is the list of theirs.
         router: The `Router` that has chosen its replica, or will; its module imports this one.
         replicas: The replicas that run it; empty as long as it waits for a place.
         tickets: The ticket of each rank, once it is sent.
         is_done: Whether its ranks have replied, or never will. Set by one assignment, by any thread.
         avoids: Ranks that it must not go to, though not all.
-        is_listed: Whether its value is the list of the values of all its replicas.
         tell_map: Tells its map that it has ended, or that a place may be free for it; None if it is part of no map.
         asks_for: What it asks the ranks for in place of the method of its router, as `bandmaster.contract` names it.
         calls_back: Whether a request that runs on its group waits for it.
@@ -118,16 +117,17 @@ class Request(RowsResult):
     on_item: Callable[[Any], object] | None = None
     tell_map: Callable[[Request], object] | None = None
 
-    def __init__(self, site: CallSite, arguments: Arguments, router: Any, keeps_rows: bool = False) -> None:
+    def __init__(
+        self, site: CallSite, arguments: Arguments, router: Any, target: Target, keeps_rows: bool = False
+    ) -> None:
         super().__init__(site, keeps_rows)
         self.arguments: Arguments | None = arguments
-        self.router, self.workers = router, router.workers
+        self.router, self.workers, self.target = router, router.workers, target
         self.replicas: Sequence[Replica] = ()
         self.tickets: dict[int, Ticket] = {}
-        self.is_done = self.is_listed = False
+        self.is_done = False
         self.avoids: frozenset[int] = frozenset()
         self.waiters: list[Callable[[Request], object]] = []
-        self.target = ANY
         self._lost: dict[int, Failure] = {}  # the ranks to which it was sent before, and how they have died
         self._n_sent_again = 0
         self._why: BaseException | None = None
@@ -404,7 +404,7 @@ class Request(RowsResult):
                 failures[rank] = self._unreadable(rank, error)
         if failures:
             return Done(error_of(self.site, failures))
-        return Done(value=values if self.is_listed else values[0])
+        return Done(value=values if self.target.is_all else values[0])
 
     def _brought(self, deadline: Deadline) -> Done:
         values, failures = self._read_rows(deadline)

@@ -97,7 +97,7 @@ class Router:
 
     # --- choosing ---
 
-    def submit(self, request: Request, target: Target) -> None:
+    def submit(self, request: Request) -> None:
         """Send a request, or have it wait for a place: in an event loop its future, else this thread.
 
         Raises:
@@ -105,7 +105,7 @@ class Router:
             ResourceError: The system allows no more threads or descriptors.
         """
         loop, parents = _running_loop(), request.parents
-        is_chosen = self.put(request, target, is_flushed=loop is None)
+        is_chosen = self.put(request, is_flushed=loop is None)
         if parents:
             request.read_in_background()
             for parent in parents:
@@ -119,7 +119,7 @@ class Router:
             return
         if is_chosen:
             self._flush_soon(loop)
-        if not is_chosen or target.retries:  # it waits for a place, or may have to later
+        if not is_chosen or request.target.retries:  # it waits for a place, or may have to later
             from bandmaster.requests.reader import LoopReader
 
             reader = LoopReader.of(loop)
@@ -132,20 +132,18 @@ class Router:
         if self.waiting:
             self.advance()
 
-    def put(self, request: Request, target: Target, is_flushed: bool = False) -> bool:
+    def put(self, request: Request, is_flushed: bool = False) -> bool:
         """Choose a replica for a request, or have it wait for one. Returns whether there is one.
 
         Args:
             request: The request.
-            target: Where it may go, and how often.
             is_flushed: Whether it is sent now, and not by the next `flush`.
         """
-        request.target = target
         request.is_submitted()
         self._work.read_in_background()
         with self._lock:
             self._flush_others()
-            chosen = None if self.waiting and not target.is_all else self._choose(request)
+            chosen = None if self.waiting and not request.target.is_all else self._choose(request)
             if chosen is None:
                 self.waiting.append(request)
             else:

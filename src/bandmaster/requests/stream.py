@@ -29,6 +29,7 @@ from bandmaster.platform.deadline import Deadline
 from bandmaster.requests.arguments import Arguments
 from bandmaster.requests.future import RequestFuture
 from bandmaster.requests.request import Request
+from bandmaster.requests.target import Target
 
 T = TypeVar("T")
 
@@ -44,8 +45,8 @@ class GeneratorRequest(Request):
 
     asks_for = OPEN_ITEMS
 
-    def __init__(self, site: CallSite, arguments: Arguments, router: Any, name: str) -> None:
-        super().__init__(site, arguments, router)
+    def __init__(self, site: CallSite, arguments: Arguments, router: Any, target: Target, name: str) -> None:
+        super().__init__(site, arguments, router, target)
         self.name = name
         self.items: deque[Payload | Failure] = deque()
         self.readers: list[None] = []
