@@ -177,15 +177,22 @@ class RowsResult(Result):
 
     Attributes:
         workers: The workers.
+        tickets: The ticket of each rank that has it, by rank; those of ranks whose replies were taken may be gone.
         due: The moment at which the thread that reads has to look again, by `time.monotonic`; None for no moment.
         is_watched: Whether that thread reads it, so that others that have read tell it.
     """
 
     workers: Workers
+    tickets: dict[int, Any]
     due: float | None = None
     is_watched: bool = False
     _rows: KeptRows | None = None
     _interrupted: Set[int | None] = frozenset()  # ranks whose values have raised KeyboardInterrupt as they were decoded
+
+    @property
+    def unanswered(self) -> dict[int, Any]:
+        """The tickets of the ranks that have not replied."""
+        return {rank: ticket for rank, ticket in list(self.tickets.items()) if not ticket.is_done}
 
     def read_in_background(self) -> None:
         """Let that thread read its replies until it is done."""

@@ -182,11 +182,6 @@ class Request(RowsResult):
         return tuple(self.unanswered)
 
     @property
-    def unanswered(self) -> dict[int, Ticket]:
-        """The tickets of the ranks that have not replied."""
-        return {rank: ticket for rank, ticket in list(self.tickets.items()) if not ticket.is_done}
-
-    @property
     def is_sent(self) -> bool:  # type: ignore[override]
         """Whether a replica was chosen."""
         return bool(self.replicas)

@@ -25,7 +25,6 @@ from bandmaster.watching.notice import (
     mismatches,
     named,
     notice,
-    owing,
     words_of,
 )
 from bandmaster.watching.stall import Policies, Renewed, Stall
@@ -127,7 +126,7 @@ class WatchedCalls:
         old = [call for call in calls if id(call) in limits and now - self._seen[id(call)].since >= YOUNG_S]
         if (open_now := {id(call) for call in old if call.tickets}) != self._open:
             self._open, self._changed_at = open_now, now
-        if self._told is not None and not any(call is self._told.call() for call in old):
+        if self._told is not None and self._told.call() not in old:
             self._withdraw(self._told)
         if not old or now < self._looks_at or self._policies.is_renewing:
             return
@@ -155,7 +154,7 @@ class WatchedCalls:
 
     def _quiet_s(self, call: Any, now: float) -> list[float]:
         """Seconds without progress of each rank that owes a reply; none if there is one of which nothing is known."""
-        ranks, since = owing(call), self._seen[id(call)].since
+        ranks, since = call.unanswered, self._seen[id(call)].since
         known = [self._lives[rank].moved_at for rank in ranks if rank in self._lives]
         return [now - max(moved_at, since) for moved_at in known] if len(known) == len(ranks) else []
 
@@ -180,7 +179,7 @@ class WatchedCalls:
 
     def _look_at_ranks(self, workers: Workers, calls: Sequence[Any], now: float) -> None:
         before, self._lives = self._lives, {}
-        for rank, signs in workers.signs(sorted({rank for call in calls for rank in owing(call)})).items():
+        for rank, signs in workers.signs(sorted({rank for call in calls for rank in call.unanswered})).items():
             self._lives[rank] = before.get(rank) or Life(signs, now)
             self._lives[rank].look(signs, now)
 
@@ -189,7 +188,7 @@ class WatchedCalls:
         if now < self._spins_at:
             return False
         self._spins_at = now + limit / 2
-        stacks = workers.stacks(owing(call))
+        stacks = workers.stacks(call.unanswered)
         still = {rank for rank in stacks if now - self._lives[rank].moved_at >= limit}
         return all(is_in_collective(stacks[rank]) != (rank in still) for rank in stacks)
 
@@ -212,9 +211,9 @@ class WatchedCalls:
         stacks: dict[tuple[int, ...], Mapping[int, str]] = {}
         said = dict[Any, Stall]()
         for call in dict.fromkeys(acting if is_told else [first, *acting]):
-            tickets = owing(call)
+            tickets = call.unanswered
             if not tickets:
-                tickets = {rank: ticket for other in stalled for rank, ticket in owing(other).items()}
+                tickets = {rank: ticket for other in stalled for rank, ticket in other.unanswered.items()}
             key = tuple(tickets)
             if key not in stacks:
                 stacks[key] = self._stacks(workers, tickets)
@@ -223,7 +222,7 @@ class WatchedCalls:
                 return
             signs = {rank: life.signs for rank, life in self._lives.items() if rank in tickets}
             facts = facts_of(workers, signs, stacks[key])
-            unread = [other for other in stalled if other.is_unread and not tickets.keys().isdisjoint(owing(other))]
+            unread = [other for other in stalled if other.is_unread and not tickets.keys().isdisjoint(other.unanswered)]
             said[call] = self._stall(call, stalled[call], facts, n_more, unread, group)
         if not is_told:
             self._told = Told(weakref.ref(first), words_of(first.site), now + AGAIN * stalled[first])
@@ -251,7 +250,7 @@ class WatchedCalls:
             lines += [f"  {named(ended)} ended the call without them"] if ended else []
         for other in unread:
             lines.append(
-                f"  {words_of(other.site)}, on {named(list(owing(other)))}, goes on when its items are taken, and "
+                f"  {words_of(other.site)}, on {named(list(other.unanswered))}, goes on when its items are taken, and "
                 "nobody waits for one; iterate over the stream, or close it"
             )
         with suppress(BandmasterError):  # a group is being closed
@@ -260,7 +259,7 @@ class WatchedCalls:
         waits = "" if has_begun else call.router.why_waiting(call.target)
         text = notice(site, seconds, facts, n_more, lines, waits, getattr(group(), "name", ""))
         found = tuple(late) or guilty(facts)
-        return Stall(site.group, site.method, tuple(owing(call)), seconds, text, time.time(), found)
+        return Stall(site.group, site.method, tuple(call.unanswered), seconds, text, time.time(), found)
 
     def _withdraw(self, told: Told) -> None:
         """Tell that the call goes on that was told of, or has ended, unless it was cancelled."""

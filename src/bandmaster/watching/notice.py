@@ -229,17 +229,12 @@ def _awaited(ranks: Ranks) -> list[Awaited]:
 def _facts(workers: Workers, work: OpenWork, call: Awaited) -> Ranks:
     """The facts about the ranks that a call waits for: those it was sent to; those of the same call of the controller,
     which may have relayed it; or all, if it waits for a replica."""
-    relayed = {rank for one in work.unanswered() if one.site.method == call.method for rank in owing(one)}
+    relayed = {rank for one in work.unanswered() if one.site.method == call.method for rank in one.unanswered}
     ranks: Iterable[int] = call.ranks or sorted(relayed) or range(len(workers.records))
     tickets: dict[int, Any] = dict.fromkeys(ranks)
     signs = workers.signs(list(tickets))  # first: to show its stack, a rank has to run
     stacks = {rank: stack.removeprefix(QUEUED) for rank, stack in workers.stacks(tickets).items()}
     return facts_of(workers, signs, stacks)
-
-
-def owing(call: Any) -> Mapping[int, Any]:
-    """The tickets of the ranks that owe a reply to a call."""
-    return {rank: ticket for rank, ticket in dict(call.tickets).items() if not ticket.is_done}
 
 
 def mismatches(stacks: Mapping[int, str]) -> tuple[list[str], list[int]]:
