@@ -16,18 +16,19 @@ from bandmaster.contract import Workers
 from bandmaster.errors import ResourceError
 from bandmaster.requests.request import Request
 
-_READER = "_bandmaster_reader"  # attribute of event loops
-_OWNED = "_bandmaster_owned"  # another one
+_OWNED = "_bandmaster_owned"  # attribute of event loops
 
 
 class _Owned(NamedTuple):
     """The objects of an event loop that are collected with it.
 
     Attributes:
+        reader: Reads for it.
         awaited: The futures of `LoopReader.add`, and so the tasks that await them.
         watched: The workers that are read from, each with a descriptor that their `stop` does not close.
     """
 
+    reader: LoopReader
     awaited: set[asyncio.Future[None]]
     watched: dict[Workers, select.epoll]
 
@@ -44,7 +45,7 @@ class LoopReader:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = ref(loop)  # which has this
-        setattr(loop, _OWNED, _Owned(set(), {}))
+        setattr(loop, _OWNED, _Owned(self, set(), {}))
         self._arrived: deque[ref[asyncio.Future[None]]] = deque()  # that `tell` was called with
         self._soon: deque[Callable[[], object]] = deque()
         self._requests: dict[Request, None] = {}  # those that are waited for
@@ -66,11 +67,8 @@ class LoopReader:
     def of(cls, loop: Any = None) -> LoopReader:
         """The reader of an event loop; by default of the one that runs in this thread."""
         loop = loop or asyncio.get_running_loop()
-        reader: LoopReader | None = getattr(loop, _READER, None)
-        if reader is None:
-            reader = cls(loop)
-            setattr(loop, _READER, reader)
-        return reader
+        owned: _Owned | None = getattr(loop, _OWNED, None)
+        return cls(loop) if owned is None else owned.reader
 
     def add(self, request: Request) -> asyncio.Future[None]:
         """Read until a request has news. Returns the future that is done then, or when `tell` is called with it."""
