@@ -73,12 +73,7 @@ class RequestFuture(Future[T]):
     def __await__(self) -> Generator[Any, None, T]:
         """Wait in an event loop, and return the value."""
         yield from self._until_news()
-        self._call._conclude()
-        done = self._call.done
-        assert done is not None, "it was made"
-        if done.error is not None:
-            raise done.error
-        value: T = done.value
+        value: T = self._call.outcome()
         return value
 
     def __reduce__(self) -> NoReturn:

@@ -107,11 +107,9 @@ class Request(RowsResult):
         calls_back: Whether a request that runs on its group waits for it.
         on_item: Takes the items that it makes, if it runs a generator.
         waiters: Functions that tell event loops of its end.
-        outcome: None; workers look at it as at that of a ticket.
         record: Its record, if a trace records.
     """
 
-    outcome = None
     asks_for: str | None = None
     calls_back = False
     on_item: Callable[[Any], object] | None = None
@@ -356,6 +354,11 @@ class Request(RowsResult):
         if self.is_done:  # else its ranks have still to stop
             self.tickets, self.arguments = {}, None
         return True
+
+    def outcome(self) -> Any:
+        """The value, or its error is raised; it has an outcome."""
+        self._conclude()
+        return self.value(Deadline(None))
 
     def take_arrived(self) -> None:
         """Take the replies that have arrived; `end` tells its record."""

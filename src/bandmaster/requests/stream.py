@@ -196,7 +196,7 @@ class RequestStream(Closing, Generic[T]):
             item = run.take() if self._is_open else None
             if item is None:
                 if self._is_open and is_over:
-                    run.check()
+                    run.outcome()  # raises its error, if it has ended with one
                     self._is_open = False
                 return None
             self._n_taken += 1
