@@ -59,7 +59,6 @@ class Router:
         self.submitter, self.workers, self.method = submitter, workers, submitter.prefix + spec.name
         self.is_exclusive, self.concurrency = not (spec.is_async or spec.is_generator), spec.registration.concurrency
         self.is_idempotent = spec.registration.is_idempotent
-        self._role = self.method.removesuffix(spec.name)
         loads = submitter.work.loads
         self.replicas = tuple(
             Replica(ranks, loads.setdefault((submitter, frozenset(ranks)), ReplicaLoad()), self.concurrency)
@@ -198,11 +197,11 @@ class Router:
 
     def _busy(self, replica: Replica) -> float:
         reports = self.workers.reports.get(replica.ranks[0])
-        return replica.load.estimate(reports.get(self._role) if reports else None)
+        return replica.load.estimate(reports.get(self.submitter.prefix) if reports else None)
 
     def _version(self, replica: Replica) -> float:
         """The version of its weights that all its ranks have reported at least."""
-        reports = [self.workers.reports.get(rank, {}).get(self._role) for rank in replica.ranks]
+        reports = [self.workers.reports.get(rank, {}).get(self.submitter.prefix) for rank in replica.ranks]
         return min([-math.inf if one is None or one.version is None else one.version for one in reports])
 
     def why_waiting(self, target: Target) -> str:
