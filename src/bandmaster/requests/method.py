@@ -58,7 +58,7 @@ class RequestMethod(AnyMethod, Generic[P, G]):
     """
 
     _kind = "request method"
-    _how = Target()
+    _how = ANY
     calls_back = False  # whether a request that runs on the group waits for those of this method
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[G]:
@@ -216,13 +216,13 @@ class RequestMethod(AnyMethod, Generic[P, G]):
             ...     list(rollout.tokens.stream("to be or not"))
             ['to', 'be', 'or', 'not']
         """
-        spec, most = self._spec, self._how.maxsize
+        spec = self._spec
         if not spec.is_generator:
             raise UsageError(f"{spec.label} has one value and no stream, as it does not yield; call {spec.name}(...)")
         self._check_no_retries(f"{spec.name}.stream(...)", "whose items may have been read")
         run = self._made(args, kwargs)
         assert isinstance(run, GeneratorRequest), "the method yields"
-        stream: RequestStream[Any] = RequestStream(run, most, self._group)
+        stream: RequestStream[Any] = RequestStream(run, self._group)
         self._sent(run)
         return stream
 

@@ -83,12 +83,6 @@ class GeneratorRequest(Request):
         except IndexError:
             return None
 
-    def check(self) -> None:
-        """Raise its error, if it has ended with one."""
-        self._conclude()
-        if self.done is not None and self.done.error is not None:
-            raise self.done.error
-
     def allow(self, limit: int) -> None:
         """Let the generator make so many items, with those that it has made."""
         parts = tuple(self.workers.put([encode(((0, self.name), (1, limit)))]))
@@ -149,14 +143,13 @@ class RequestStream(Closing, Generic[T]):
 
     Args:
         run: The request that runs the generator; it is about to be sent.
-        most: The value of ``maxsize``.
         group: The group, which lives as long as the stream.
     """
 
-    def __init__(self, run: GeneratorRequest, most: int, group: object) -> None:
-        self._run, self._most = run, most
+    def __init__(self, run: GeneratorRequest, group: object) -> None:
+        self._run, self._most = run, run.target.maxsize
         self._next_item = _NextItem(run, group)
-        self._n_taken, self._n_allowed = 0, most
+        self._n_taken, self._n_allowed = 0, self._most
         self._lock = threading.Lock()
         super().__init__(run.site.method, run.workers, run.abandon)
 
