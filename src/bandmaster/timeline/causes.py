@@ -82,8 +82,7 @@ def diagnosis(calls: Iterable[CallRecord | Call], more: Sequence[Finding] = ()) 
     known = _Known(calls)
     if not known.calls:
         return "no call has ended"
-    found = sorted([*_findings(known), *more], key=lambda finding: -finding.share)
-    told = [finding.text for finding in found][:MOST_TOLD]
+    told = [finding.text for finding in _findings(known, more)][:MOST_TOLD]
     if not told:
         most, seconds = _longest(known.calls)
         told = [f"{most} runs for {percent(seconds / known.total)} of the time, and no cause of delay stands out"]
@@ -93,15 +92,20 @@ def diagnosis(calls: Iterable[CallRecord | Call], more: Sequence[Finding] = ()) 
     return sentence[0].upper() + sentence[1:]
 
 
-def findings(calls: Iterable[CallRecord | Call]) -> list[Finding]:
-    """The causes that have cost time which could be gained, the most expensive first; empty if nothing stands out."""
-    return _findings(_Known(calls))
+def findings(calls: Iterable[CallRecord | Call], more: Sequence[Finding] = ()) -> list[Finding]:
+    """The causes that have cost time which could be gained, the most expensive first; empty if nothing stands out.
+
+    Args:
+        calls: The calls, such as those of a trace.
+        more: Further findings about them, such as those of `Waits`.
+    """
+    return _findings(_Known(calls), more)
 
 
-def _findings(known: _Known) -> list[Finding]:
+def _findings(known: _Known, more: Sequence[Finding]) -> list[Finding]:
     if not known.calls:
         return []
-    found: list[Finding] = []
+    found = list(more)
     methods: dict[tuple[str, str, bool], list[Call]] = {}
     for call in known.calls:
         methods.setdefault((call.group, call.method, call.is_request), []).append(call)

@@ -24,7 +24,6 @@ from bandmaster.timeline.run import Call, named
 IN_COLLECTIVE = "/torch/distributed/"  # in the file names of a stack
 LEAST_SAMPLES = 3  # of a method, in which some ranks wait for others
 MOSTLY = 0.6  # a rank that is waited for in such a share of them is named
-LEAST_SHARE = 0.03  # of the run
 LEAST_INTERVAL_S = 0.01
 
 
@@ -87,8 +86,7 @@ class Waits:
     def findings(self) -> list[Finding]:
         """The findings about the calls of the trace, and the ranks that others wait for in collective operations."""
         calls = self._calls()
-        found = [*findings(calls), *awaited(calls, self.samples)]
-        return sorted(found, key=lambda finding: -finding.share)
+        return findings(calls, awaited(calls, self.samples))
 
     def diagnosis(self) -> str:
         """One sentence, as of `bandmaster.timeline.diagnosis`, that knows of these waits as well."""
@@ -133,7 +131,7 @@ def awaited(calls: Sequence[Call], samples: Sequence[Sample]) -> list[Finding]:
         late = tuple(sorted(r for r in set(missing) if missing.count(r) > MOSTLY * len(telling)))
         spans = merged((c.sent, c.end) for c in by_number.values() if (c.group, c.method) == (group, method))
         share = length(spans) * len(telling) / len(of_method) / max(total, 1e-9)
-        if len(telling) >= LEAST_SAMPLES and late and share >= LEAST_SHARE:
+        if len(telling) >= LEAST_SAMPLES and late:
             text = f"in {method}, ranks wait in collective operations for {named(late)} of {group} ({percent(share)})"
             found.append(Finding("slow", share, text, group, method, late))
     return found
