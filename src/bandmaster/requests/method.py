@@ -237,13 +237,11 @@ class RequestMethod(AnyMethod, Generic[P, G]):
         site = self._submitter.site(self._spec.name, self._options)
         spec = self._spec
         plan = spec.plan(args, kwargs, spec.registration.protocol.outgoing)  # type: ignore[union-attr]
-        arguments = plan.groups[0]
-        if self.beside or beside:
-            arguments = arguments.beside((*self.beside, *beside))
-        name = secrets.token_hex(8) if spec.is_generator else ""
-        if name:
-            arguments = arguments.beside(((STREAM, name), (METHOD, router.method), (MAXSIZE, self._how.maxsize)))
-        encoded = Arguments.of(arguments, spec.label)
+        items, name = [*self.beside, *beside], ""
+        if spec.is_generator:
+            name = secrets.token_hex(8)
+            items += [(STREAM, name), (METHOD, router.method), (MAXSIZE, self._how.maxsize)]
+        encoded = Arguments.of(plan.groups[0].beside(items), spec.label)
         made = site, encoded, router, self._how
         request = GeneratorRequest(*made, name) if name else Request(*made)
         request.calls_back = self.calls_back
