@@ -14,6 +14,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +48,7 @@ class PassedCalls(Executor):
         self._server = server
         self._numbers = itertools.count(secrets.randbits(64))  # no other agent has such
         self._open: dict[int, tuple[asyncio.Future[Outcome], Give | None]] = {}
-        server.take_relayed = self._take
+        server.take_relayed = partial(self.event_loop().run, self._answered)
 
     def begun(self, method: str, parts: Arguments, rows: RowReaders) -> tuple[Sequence[Any], dict[Any, Any], Any]:
         """Have the controller make a call; returns the coroutine that waits for its outcome."""
@@ -95,9 +96,6 @@ class PassedCalls(Executor):
         finally:
             del self._open[number]
 
-    def _take(self, message: Message) -> None:
-        self.event_loop().run(self._answered, message)
-
     def _answered(self, message: Message) -> None:
         number, kind, part = message.content
         waiting, give = self._open.get(number, (None, None))
@@ -130,13 +128,13 @@ class FarCalls:
         with suppress(RuntimeError):  # it was closed
             self._loop.call_soon_threadsafe(self._begin, links, agent, message)
         if self._is_closed:
-            self._answer(number, _SHUT, links.send)
+            self._answer(number, _SHUT, is_locked=True)
 
     def close(self) -> None:
         """Make no more calls."""
         self._is_closed = True
-        for number, (links, _) in list(self._open.items()):
-            self._answer(number, _SHUT, links.tell)
+        for number in list(self._open):
+            self._answer(number, _SHUT)
         for fd in self._watched.values():
             self._loop.remove_reader(fd)
             os.close(fd)
@@ -161,15 +159,14 @@ class FarCalls:
             _relay(found[0].tell, found[1], request.number, ReplyKind.ITEM, item.private())
 
     def _ended(self, request: ReceivedRequest, outcome: Outcome, times: object) -> None:
-        found = self._open.get(request.number)
-        if found is not None:  # else it was answered as this was closed
-            self._answer(request.number, outcome, found[0].tell)
+        self._answer(request.number, outcome)
         self._tasks.count(1)
 
-    def _answer(self, number: int, outcome: Any, tell: Callable[..., object]) -> None:
-        """Send an outcome, unless the call was answered."""
-        _, agent = self._open.pop(number, (None, None))
-        if agent is not None:
+    def _answer(self, number: int, outcome: Any, is_locked: bool = False) -> None:
+        """Send an outcome, unless the call was answered, as this was closed; the lock of the links may be held."""
+        links, agent = self._open.pop(number, (None, None))
+        if links is not None and agent is not None:
+            tell = links.send if is_locked else links.tell
             if isinstance(outcome, Failure):
                 _relay(tell, agent, number, ReplyKind.FAILURE, encode(outcome))
             else:
