@@ -324,14 +324,11 @@ class MapFeed(Feed):
 
     def _brought(self, deadline: Deadline) -> Done:
         try:
-            done = Done(value=joined(self._values or (), self.how, self.site, deadline))
-        except (RowsLost, CallTimeout, ResourceError) as error:
-            if self.keeps_rows:
+            return Done(value=joined(self._values or (), self.how, self.site, deadline))
+        except Exception as error:
+            if self.keeps_rows and isinstance(error, RowsLost | CallTimeout | ResourceError):
                 raise  # the rows of other chunks may be there, or these rows later
-            done = Done(error)
-        except Exception as error:  # a chunk's value cannot be read, or values cannot be joined
-            done = Done(error)
-        return done
+            return Done(error)
 
     def _drop_rows(self) -> None:
         self._table = None
