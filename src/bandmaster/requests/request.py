@@ -214,12 +214,11 @@ class Request(RowsResult):
         if has_replied and not (self.target.retries and self._is_sent_again(sent)):
             self.end()
         elif n_ranks > 1 and not (has_replied or self._is_watched_for_stragglers):
-            self._watch_for_stragglers(sent)
+            self._watch_for_stragglers()
 
-    def _watch_for_stragglers(self, sent: Mapping[int, Ticket]) -> None:
+    def _watch_for_stragglers(self) -> None:
         """If a rank has failed, have the others interrupted, which may wait for it."""
-        replied = {rank: self.workers.fetch(ticket) for rank, ticket in list(sent.items()) if ticket.is_done}
-        failed = {rank: outcome for rank, outcome in replied.items() if isinstance(outcome, Failure)}
+        failed = {rank: outcome for rank, outcome in self._outcomes().items() if isinstance(outcome, Failure)}
         if failed:
             self._is_watched_for_stragglers = True
             with contextlib.suppress(ResourceError):  # then they are waited for
