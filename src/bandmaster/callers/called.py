@@ -26,8 +26,7 @@ from bandmaster.requests.arguments import Beside
 from bandmaster.requests.future import RequestFuture
 from bandmaster.requests.method import RequestMethod
 from bandmaster.requests.request import Request
-from bandmaster.requests.router import Router
-from bandmaster.requests.target import ANY, LIMITS
+from bandmaster.requests.target import ANY, LIMITS, Target
 from bandmaster.wire.lanes import LaneClient
 from bandmaster.worker import Registration, Worker, registrations
 from bandmaster.worker_process.call_path import PATH, Process, Step, conflict, here, path_of_this_call, refusal
@@ -253,32 +252,26 @@ class CalledMethod(RequestMethod[Any, Any]):
 class DirectMethod(CalledMethod):
     """A method of a group whose requests a worker sends to the replicas itself."""
 
-    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any], beside: Beside = ()) -> Request:
+    def _made(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Target | None = None, beside: Beside = ()
+    ) -> Request:
         """The request, which avoids the ranks that wait for this very call."""
         path = path_of_this_call()
-        request = super()._made(args, kwargs, [*beside, (PATH, path)])
-        router, wanted, reached = request.router, request.target.replica, self._group._workers
+        request = super()._made(args, kwargs, target, [*beside, (PATH, path)])
+        router, where, reached = request.router, request.target, self._group._workers
         request.parents = [*request.parents, *self._group._last_collective()]
-        if request.target.min_version is not None:
+        if where.min_version is not None:
             reached.reach_all()  # so that they tell their versions
         processes = reached.processes_for(path)
         if processes:
             request.calls_back = any(step.process in processes.values() for step in path)
             steps = _conflicts(path, processes, router.is_exclusive)
             free = [n for n, replica in enumerate(router.replicas) if steps.keys().isdisjoint(replica.ranks)]
-            if steps and (not free or wanted not in (None, *free)):
+            if steps and (where.is_all or not free or where.replica not in (None, *free)):
                 raise UsageError(refusal(path, next(iter(steps.values())), self._spec.label))
             request.avoids = frozenset(steps)
         self._group._watch(request, path, self._spec.label)
         return request
-
-    def all(self, /, *args: Any, **kwargs: Any) -> Future[list[Any]]:
-        """Send the request to all replicas; see `RequestMethod.all`."""
-        path = path_of_this_call()
-        router = Router.of(self._submitter, self._spec)
-        for step in _conflicts(path, self._group._workers.processes_for(path), router.is_exclusive).values():
-            raise UsageError(refusal(path, step, f"{self._spec.label}.all"))
-        return super().all(*args, **kwargs)
 
 
 def _conflicts(path: tuple[Step, ...], processes: Mapping[int, Process], is_alone: bool) -> dict[int, Step]:
@@ -333,10 +326,12 @@ class RelayedMethod(CalledMethod):
         given = {**self._given, ALL: True}
         return type(self)(self._group, self._submitter, self._asked, self._n_replicas, given).submit(*args, **kwargs)
 
-    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any], beside: Beside = ()) -> Request:
+    def _made(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Target | None = None, beside: Beside = ()
+    ) -> Request:
         """The request, with what the controller is to know of the call."""
         path = path_of_this_call()
-        request = super()._made(args, kwargs, [*beside, (OPTIONS, self._given), (PATH, path)])
+        request = super()._made(args, kwargs, target, [*beside, (OPTIONS, self._given), (PATH, path)])
         if self._n_replicas <= 1 or ALL in self._given:  # else the controller alone knows the replica
             self._group._watch(request, path, self._spec.label, self._asked.ranks)
         request.parents = [*self._group._last_collective(), *(() if self._n_replicas else self._group._requests())]

@@ -98,9 +98,7 @@ class RequestMethod(AnyMethod, Generic[P, G]):
             raise UsageError(
                 f"{self._spec.name}.all(...) goes to all replicas; leave out replica={self._how.replica}, or .all"
             )
-        request = self._made(args, kwargs)
-        request.target = Target(is_all=True)
-        return self._sent(request)
+        return self._sent(self._made(args, kwargs, Target(is_all=True)))
 
     def map(
         self,
@@ -231,8 +229,10 @@ class RequestMethod(AnyMethod, Generic[P, G]):
         """Whether its requests run beside others."""
         return self._spec.is_async
 
-    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any], beside: Beside = ()) -> Request:
-        """A request for the method, which was not sent."""
+    def _made(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Target | None = None, beside: Beside = ()
+    ) -> Request:
+        """A request for the method, which was not sent. It goes where the options say, unless a target is given."""
         router = Router.of(self._submitter, self._spec)
         site = self._submitter.site(self._spec.name, self._options)
         spec = self._spec
@@ -242,7 +242,7 @@ class RequestMethod(AnyMethod, Generic[P, G]):
             name = secrets.token_hex(8)
             items += [(STREAM, name), (METHOD, router.method), (MAXSIZE, self._how.maxsize)]
         encoded = Arguments.of(plan.groups[0].beside(items), spec.label)
-        made = site, encoded, router, self._how
+        made = site, encoded, router, target or self._how
         request = GeneratorRequest(*made, name) if name else Request(*made)
         request.calls_back = self.calls_back
         if encoded.rows:
