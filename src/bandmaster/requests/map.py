@@ -29,7 +29,7 @@ from bandmaster.flow.stream import Stream
 from bandmaster.plan.arguments import BoundArgument, Share, to_ranks
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.locks import SigintSafeLock
-from bandmaster.requests.arguments import Arguments, Beside, check_has_rows
+from bandmaster.requests.arguments import Arguments, check_has_rows
 from bandmaster.requests.map_rows import MapOptions, Parts, joined, numbers_of, plan_parts, stacked
 from bandmaster.requests.request import Request
 from bandmaster.requests.router import Router
@@ -141,20 +141,17 @@ class MapFeed(Feed):
         site: The `CallSite` of each request, with its deadline; the map itself has none.
         target: The choice of the replicas.
         how: The user's options.
-        beside: Keyword arguments of each request that are not the method's, but the library's.
     """
 
     how: MapOptions
     are_requests = True
 
-    def __init__(
-        self, group: object, router: Router, site: CallSite, target: Target, how: MapOptions, beside: Beside
-    ) -> None:
+    def __init__(self, group: object, router: Router, site: CallSite, target: Target, how: MapOptions) -> None:
         unlimited = site._replace(options={**(site.options or {}), "timeout": None})
         super().__init__(unlimited, router.submitter, how, how.chunk is not None and how.on_error == "raise")
         self.claims: list[Claim] = []
         self.due: float | None = None
-        self._group, self._router, self._each, self._target, self._beside = group, router, site, target, beside
+        self._group, self._router, self._each, self._target = group, router, site, target
         self._timeout_s = site.limits().timeout
         self._n_sent = 0
         self._open: dict[Request, tuple[Future[Any], float]] = {}  # with the moment at which it was sent
@@ -171,8 +168,8 @@ class MapFeed(Feed):
         n_replicas = len(router.replicas) if self._target.replica is None else 1
         n = min(how.in_flight or n_replicas * router.concurrency, len(plan.numbers))
         self._free = [Share(place, ()) for place in range(n)]
-        whole = to_ranks(plan.whole, ()).beside(self._beside)
-        self._parts, self._whole = plan, Arguments.of(whole, self.site.method) if whole.items else Arguments()
+        whole = Arguments.of(to_ranks(plan.whole, ()), self.site.method) if plan.whole else Arguments()
+        self._parts, self._whole = plan, whole
         router.maps.add(self)
         progress.add(self)
         return {}

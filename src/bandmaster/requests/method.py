@@ -168,7 +168,7 @@ class RequestMethod(AnyMethod, Generic[P, G]):
             )
         spec, how = self._spec, MapOptions(maxsize, on_error, in_flight, chunk, group_by)
         router, site = Router.of(self._submitter, spec), self._submitter.site(spec.name, self._options)
-        feed = MapFeed(self._group, router, site, self._how, how, self.beside)
+        feed = MapFeed(self._group, router, site, self._how, how)
         return open_map(feed, spec, bind(spec.label, spec.signature, args, kwargs))
 
     def options(self, /, **options: Unpack[RequestOptions]) -> RequestMethod[P, G]:
