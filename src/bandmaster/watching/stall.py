@@ -7,7 +7,6 @@ user's, runs in a thread of its own, so that other groups are still looked after
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -52,11 +51,9 @@ class Renewed(Protocol):
 
 
 class Policies:
-    """Does what the policies of the calls of one group say; one restart or replacement runs at a time."""
+    """Does what the policies of the calls of one group say, in the thread that looks after them."""
 
-    def __init__(self) -> None:
-        self._renewal: Future[None] | None = None
-        self._lock = threading.Lock()
+    _renewal: Future[None] | None = None
 
     @property
     def is_renewing(self) -> bool:
@@ -64,7 +61,7 @@ class Policies:
         return self._renewal is not None and not self._renewal.done()
 
     def act(self, stalls: Mapping[Any, Stall], group: Renewed | None, workers: Workers | None) -> None:
-        """Do what the policies of some calls say.
+        """Do what the policies of some calls say. Their group is not being renewed.
 
         Args:
             stalls: What was told of each call.
@@ -85,10 +82,7 @@ class Policies:
             self._renew(ended, group, workers)
 
     def _renew(self, ended: Mapping[Any, Stall], group: Renewed, workers: Workers) -> None:
-        with self._lock:
-            if self.is_renewing:
-                return
-            self._renewal = renewal = Future[None]()
+        self._renewal = renewal = Future[None]()
         ranks = {rank for stall in ended.values() for rank in stall.guilty}
         is_for_one = all(len(stall.guilty) == 1 for stall in ended.values())
         is_replaced = is_for_one and all(call.site.limits().on_stall == REPLACE for call in ended)
