@@ -329,7 +329,7 @@ def test_doctor_shows_a_cluster(ray_cluster):
 
 
 def test_doctor_says_that_no_group_can_have_workers_where_it_cannot_connect(monkeypatch, capsys):
-    nodes = [(Node("10.0.0.1", 4, 4, 0, 0), None), (Node("10.0.0.2", 4, 4, 0, 0), "timed out")]
+    nodes = [(Node("10.0.0.1", {"CPU": 4}, {"CPU": 4}), None), (Node("10.0.0.2", {"CPU": 4}, {"CPU": 4}), "timed out")]
     monkeypatch.setattr("bandmaster.cli.ray.links_and_nodes", lambda address: nodes)
 
     assert main(["doctor", "--quick", "--ray", "10.0.0.1:6379"]) == 1

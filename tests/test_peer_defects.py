@@ -304,7 +304,7 @@ def test_a_place_takes_one_cpu_however_many_groups_may_share_it(ray_cluster):
 
 def test_nodes_are_taken_in_the_numeric_order_of_their_addresses():
     """verl sorts addresses as text, where 10.0.0.10 comes before 10.0.0.9."""
-    nodes = [Node(address, 8, 8, 0, 0) for address in ("10.0.0.10", "10.0.0.9", "10.0.0.100")]
+    nodes = [Node(address, {"CPU": 8}, {"CPU": 8}) for address in ("10.0.0.10", "10.0.0.9", "10.0.0.100")]
     assert assign_nodes(Request("pool", (8, 8, 8), 1, 0), nodes) == (1, 0, 2)
 
 

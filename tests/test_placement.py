@@ -16,12 +16,17 @@ from bandmaster.plan.placement import (
 )
 
 
+def node(name, cpus, cpus_free, gpus, gpus_free, holders=(), total=None, free=None, **facts):
+    total, free = {"CPU": cpus, "GPU": gpus, **(total or {})}, {"CPU": cpus_free, "GPU": gpus_free, **(free or {})}
+    return Node(name, total, free, holders, **facts)
+
+
 def cpu_nodes(*free, total=None):
-    return [Node(f"10.0.0.{n}", total or amount, amount, 0, 0) for n, amount in enumerate(free)]
+    return [node(f"10.0.0.{n}", total or amount, amount, 0, 0) for n, amount in enumerate(free)]
 
 
 def gpu_nodes(*free, total=8, holders=()):
-    return [Node(f"10.0.0.{n}", 64, 64, total, amount, holders) for n, amount in enumerate(free)]
+    return [node(f"10.0.0.{n}", 64, 64, total, amount, holders) for n, amount in enumerate(free)]
 
 
 def cpus(*workers, each=1):
@@ -55,17 +60,17 @@ def test_assignment(workers, free, assigned):
 
 
 def test_whatever_is_scarcer_counts():
-    assert assign_nodes(gpus(3, each=8), [Node("a", 16, 16, 8, 8), Node("b", 64, 64, 4, 4)]) == (1,)
-    assert assign_nodes(gpus(3, each=8), [Node("a", 16, 16, 8, 8)]) is None
+    assert assign_nodes(gpus(3, each=8), [node("a", 16, 16, 8, 8), node("b", 64, 64, 4, 4)]) == (1,)
+    assert assign_nodes(gpus(3, each=8), [node("a", 16, 16, 8, 8)]) is None
 
 
 def test_what_is_not_counted_has_no_end():
-    node = Node("this process", None, None, 2, 1)
+    here = Node("this process", {"GPU": 2}, {"GPU": 1}, is_many=True)
 
-    assert assign_nodes(cpus(500, 500), [node]) == (0, 0)
+    assert assign_nodes(cpus(500, 500), [here]) == (0, 0)
     assert assign_nodes(cpus(5, each=0), cpu_nodes(1)) == (0,)
-    assert assign_nodes(gpus(1), [node]) == (0,)
-    assert assign_nodes(gpus(2), [node]) is None
+    assert assign_nodes(gpus(1), [here]) == (0,)
+    assert assign_nodes(gpus(2), [here]) is None
 
 
 def test_parts_of_cpus_add_up():
@@ -75,7 +80,7 @@ def test_parts_of_cpus_add_up():
 
 def test_addresses_are_ordered_as_numbers():
     names = ["10.0.0.10", "node-b", "10.0.0.9", "fe80::1", "node-a"]
-    nodes = [Node(name, 1, 1, 0, 0) for name in names]
+    nodes = [node(name, 1, 1, 0, 0) for name in names]
 
     assigned = assign_nodes(cpus(1, 1, 1, 1, 1), nodes)
     assert [names[index] for index in assigned] == ["10.0.0.9", "10.0.0.10", "fe80::1", "node-a", "node-b"]
@@ -116,7 +121,7 @@ CHOICES = (ANY_NODE, NodeChoice(labels=(("zone", ("a",)),)), NodeChoice(labels=(
 
 def in_zones(free, zones):
     return [
-        Node(f"10.0.0.{n}", 64, 64, 8, room, labels={"zone": zone} if zone else {})
+        node(f"10.0.0.{n}", 64, 64, 8, room, labels={"zone": zone} if zone else {})
         for n, (room, zone) in enumerate(zip(free, zones, strict=True))
     ]
 
@@ -135,7 +140,7 @@ def test_an_assignment_is_one_that_is_allowed(entries, zoned, strategy, n_spares
     def is_allowed(chosen):
         on = {index: [entry for entry, node in enumerate(chosen) if node == index] for index in chosen}
         return all(
-            sum(sizes[entry] for entry in here) <= nodes[index].gpus_free
+            sum(sizes[entry] for entry in here) <= nodes[index].free["GPU"]
             and all(nodes[index].allows(choices[entry]) for entry in here)
             and (len(here) == 1 or not any(request.is_alone(entry) for entry in here))
             for index, here in on.items()
@@ -171,7 +176,7 @@ def test_a_packed_pool_takes_as_few_nodes_as_it_can():
 
 
 def test_custom_resources_count_like_others():
-    nodes = [Node(f"10.0.0.{n}", 64, 64, 0, 0, total={"trainer": 4}, free={"trainer": n}) for n in range(3)]
+    nodes = [node(f"10.0.0.{n}", 64, 64, 0, 0, total={"trainer": 4}, free={"trainer": n}) for n in range(3)]
     request = Request("pool", (2,), 1, 0, resources_per_worker=(("trainer", 1.0),))
 
     assert assign_nodes(request, nodes) == (2,)
@@ -181,7 +186,7 @@ def test_custom_resources_count_like_others():
 
 
 def test_a_machine_that_stands_for_all_nodes_has_what_they_are_asked_for():
-    here = [Node("this machine", None, None, 2, 2, is_many=True)]
+    here = [Node("this machine", {"GPU": 2}, {"GPU": 2}, is_many=True)]
     wanted = Request("pool", (1, 1), 1, 1, (("trainer", 1.0),), (CHOICES[1],) * 2, "strict_spread", 1)
 
     assert assign_nodes(wanted, here) == (0, 0)
@@ -227,7 +232,7 @@ def test_large_clusters_are_decided_at_once(workers, free, fits):
     [
         (
             gpus(8),
-            [Node("node-a", 64, 60, 8, 4), Node("node-b", 64, 64, 8, 0, ("group 'critic'",))],
+            [node("node-a", 64, 60, 8, 4), node("node-b", 64, 64, 8, 0, ("group 'critic'",))],
             {},
             "pool 'pool' cannot place 8 GPU workers as [8] (1 GPU each): "
             "node node-a has 4 of 8 GPUs and 60 of 64 CPUs free, room for 4; "
@@ -259,7 +264,7 @@ def test_large_clusters_are_decided_at_once(workers, free, fits):
         ),
         (
             Request("pool", (2, 2), 1, 0, choices=CHOICES[1:], strategy="strict_spread", n_spares=1),
-            [Node("10.0.0.1", 8, 2, 0, 0, labels={"zone": "b"}), Node("10.0.0.2", 8, 8, 0, 0)],
+            [node("10.0.0.1", 8, 2, 0, 0, labels={"zone": "b"}), node("10.0.0.2", 8, 8, 0, 0)],
             {},
             "pool 'pool' cannot place 2 workers as [2] and spare [2] (1 CPU each), each on a node of its own: "
             "node 10.0.0.1 (zone=b) has 2 of 8 CPUs free, room for 2; "
@@ -267,7 +272,7 @@ def test_large_clusters_are_decided_at_once(workers, free, fits):
         ),
         (
             Request("pool", (2,), 1, 0, resources_per_worker=(("trainer", 0.5),), choices=(NodeChoice("node-b"),)),
-            [Node("10.0.0.1", 8, 8, 0, 0, hostname="node-b", total={"trainer": 1}, free={"trainer": 0.5})],
+            [node("10.0.0.1", 8, 8, 0, 0, hostname="node-b", total={"trainer": 1}, free={"trainer": 0.5})],
             {},
             "pool 'pool' cannot place 2 workers as [2] (1 CPU and 0.5 trainer each): "
             "node 10.0.0.1 has 8 of 8 CPUs and 0.5 of 1 trainer free, room for 1; ask for [1]",

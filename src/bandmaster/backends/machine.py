@@ -41,7 +41,7 @@ class MachineBackend:
         """This machine as the only node."""
         n_gpus, holders = count_gpus(), self._holders()
         names = tuple(sorted({f"pool {holder.name!r}" for holder in holders.values()}))
-        return (Node("this machine", None, None, n_gpus, n_gpus - len(holders), names, is_many=True),)
+        return (Node("this machine", {"GPU": n_gpus}, {"GPU": n_gpus - len(holders)}, names, is_many=True),)
 
     def reserve(self, request: Request, timeout_s: float) -> MachineReservation:
         """Reserve GPUs, if the request needs any. It does not wait, because only this process could release GPUs.

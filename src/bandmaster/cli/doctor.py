@@ -14,6 +14,7 @@ from bandmaster.cli.findings import Finding, gib, judge
 from bandmaster.cli.gather import gather
 from bandmaster.errors import BandmasterError
 from bandmaster.groups.group import WorkerGroup
+from bandmaster.plan.placement import Node
 from bandmaster.plan.render import text_table
 from bandmaster.plan.transfer import Dispatch
 from bandmaster.pool import ResourcePool
@@ -110,8 +111,8 @@ def _look_at_ray(address: str) -> list[Finding]:
     rows = [
         [
             node.name,
-            _of(node.cpus_free, node.cpus_total),
-            _of(node.gpus_free, node.gpus_total),
+            "not counted" if node.is_many else _free(node, "CPU"),
+            _free(node, "GPU"),
             "yes" if why_not is None else "no",
             ", ".join(node.holders),
         ]
@@ -130,8 +131,8 @@ def _look_at_ray(address: str) -> list[Finding]:
     ]
 
 
-def _of(free: float | None, total: float | None) -> str:
-    return "not counted" if free is None or total is None else f"{free:g} of {total:g}"
+def _free(node: Node, name: str) -> str:
+    return f"{node.free.get(name, 0.0):g} of {node.total.get(name, 0.0):g}"
 
 
 class Probe(Worker):

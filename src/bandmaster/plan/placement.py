@@ -54,30 +54,22 @@ class Node:
 
     Attributes:
         name: The host in messages, usually its address.
-        cpus_total: Number of logical CPUs; None if the backend does not count CPUs.
-        cpus_free: Number of CPUs that are not reserved; None if the backend does not count CPUs.
-        gpus_total: Number of GPUs.
-        gpus_free: Number of GPUs that are not reserved.
+        total: Its resources by Ray's names: ``"CPU"`` (logical ones), ``"GPU"``, and custom ones.
+        free: The resources that are not reserved, by the same names.
         holders: Descriptions of the pools and groups that have reserved resources of the host.
         key: The backend's identifier of the host.
         hostname: Its own host name.
         labels: Its labels.
-        total: Its custom resources, by name.
-        free: The custom resources that are not reserved, by name.
-        is_many: Whether it stands for as many nodes as a request has, with all labels and custom resources.
+        is_many: Whether it stands for as many nodes as a request has, with all labels, and counts GPUs alone.
     """
 
     name: str
-    cpus_total: float | None
-    cpus_free: float | None
-    gpus_total: float
-    gpus_free: float
+    total: Mapping[str, float]
+    free: Mapping[str, float]
     holders: tuple[str, ...] = ()
     key: str = ""
     hostname: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
-    total: Mapping[str, float] = field(default_factory=dict)
-    free: Mapping[str, float] = field(default_factory=dict)
     is_many: bool = False
 
     def capacity(self, request: Request, *, free: bool = True) -> int | None:
@@ -92,15 +84,11 @@ class Node:
 
     def amounts(self, request: Request) -> list[tuple[str, float, float, float]]:
         """The name of each resource that counts for a request, with the amounts per worker, free, and in total."""
-        found = []
-        if request.gpus_per_worker:
-            found.append(("GPUs", float(request.gpus_per_worker), self.gpus_free, self.gpus_total))
-        if self.cpus_free is not None and self.cpus_total is not None:
-            found.append(("CPUs", request.cpus_per_worker, self.cpus_free, self.cpus_total))
-        if not self.is_many:
-            for name, each in request.resources_per_worker:
-                found.append((name, each, self.free.get(name, 0.0), self.total.get(name, 0.0)))
-        return found
+        return [
+            (f"{name}s" if name in ("GPU", "CPU") else name, each, self.free.get(name, 0.0), self.total.get(name, 0.0))
+            for name, each in request.each.items()
+            if name == "GPU" or not self.is_many
+        ]
 
     def allows(self, choice: NodeChoice) -> bool:
         """Whether an entry with this choice of nodes may go here."""
@@ -134,11 +122,15 @@ class Request:
     n_spares: int = 0
 
     @property
+    def each(self) -> dict[str, float]:
+        """The resources that are reserved for each slot, by Ray's names; GPUs only if there are any."""
+        gpus = {"GPU": float(self.gpus_per_worker)} if self.gpus_per_worker else {}
+        return {**gpus, "CPU": self.cpus_per_worker, **dict(self.resources_per_worker)}
+
+    @property
     def words(self) -> str:
         """Description for messages, such as ``"4 GPU workers as [2, 2] (1 GPU each)"``."""
-        each = [f"{self.cpus_per_worker:g} CPU"] if self.cpus_per_worker else []
-        each += [f"{self.gpus_per_worker} GPU"] if self.gpus_per_worker else []
-        each += [f"{amount:g} {name}" for name, amount in self.resources_per_worker]
+        each = [f"{amount:g} {name}" for name, amount in self.each.items() if amount]
         kind = "GPU workers" if self.gpus_per_worker else "workers"
         n_used = len(self.workers) - self.n_spares
         used, spare = list(self.workers[:n_used]), list(self.workers[n_used:])
@@ -253,7 +245,7 @@ def _advice(request: Request, rooms: Sequence[tuple[Node, int | None]], free: bo
     for choice in choices:
         if rooms and not any(node.allows(choice) for node, _ in rooms):
             return f"no node is {choice}" if choice.name is None else f"there is no {choice}"
-    if request.gpus_per_worker and not any(node.gpus_total for node, _ in rooms):
+    if request.gpus_per_worker and not any(node.total.get("GPU") for node, _ in rooms):
         return "no node has a GPU; make the pool with use_gpu=False"
     fitting = sorted((fits for node, fits in rooms if fits and any(map(node.allows, choices))), reverse=True)
     advice = f"ask for {fitting}" if fitting else "no node has room"

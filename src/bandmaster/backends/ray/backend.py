@@ -164,20 +164,16 @@ class RayBackend:
         for node in ray.nodes():
             if not node["Alive"]:
                 continue
-            key, total, left = node["NodeID"], node["Resources"], free.get(node["NodeID"], {})
+            key = node["NodeID"]
             nodes.append(
                 Node(
                     name=node["NodeManagerAddress"],
-                    cpus_total=None if is_embedded else total.get("CPU", 0.0),
-                    cpus_free=None if is_embedded else left.get("CPU", 0.0),
-                    gpus_total=total.get("GPU", 0.0),
-                    gpus_free=left.get("GPU", 0.0),
+                    total=node["Resources"],
+                    free=free.get(key, {}),
                     holders=tuple(sorted(holders.get(key, ()))),
                     key=key,
                     hostname=node["NodeManagerHostname"],
                     labels=node.get("Labels", {}),
-                    total=total,
-                    free=left,
                     is_many=is_embedded,
                 )
             )
@@ -332,12 +328,8 @@ def node_of(group: PlacementGroup) -> str:
 
 def bundle_of(request: Request, n_slots: int, is_embedded: bool) -> dict[str, float]:
     """The resources that Ray reserves for some slots of one node; Ray refuses an empty bundle."""
-    amounts: dict[str, float] = {"GPU": request.gpus_per_worker}
-    if is_embedded:
-        amounts[PLACE] = 1
-    else:
-        amounts |= {"CPU": request.cpus_per_worker, **dict(request.resources_per_worker)}
-    found = {name: n_slots * float(amount) for name, amount in amounts.items() if amount}
+    each = {"GPU": request.gpus_per_worker, PLACE: 1} if is_embedded else request.each
+    found = {name: n_slots * float(amount) for name, amount in each.items() if amount}
     return found or {"memory": 1.0}  # a byte, which every node has
 
 

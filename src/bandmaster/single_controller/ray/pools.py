@@ -238,9 +238,10 @@ class ResourcePoolManager:
 
     def _check_resource_available(self) -> None:
         nodes = get_backend("ray").inventory()
-        free = sum(node.gpus_free for node in nodes)
+        gpus = [(node.name, node.free.get("GPU", 0), node.total.get("GPU", 0)) for node in nodes]
+        free = sum(n_free for _, n_free, _ in gpus)
         if free < self.get_n_gpus():
-            there = ", ".join(f"{node.name} {node.gpus_free:g} of {node.gpus_total:g}" for node in nodes)
+            there = ", ".join(f"{name} {n_free:g} of {n_total:g}" for name, n_free, n_total in gpus)
             raise PlacementError(
                 f"the pools {dict(self.resource_pool_spec)} need {self.get_n_gpus()} GPUs, "
                 f"but {free:g} are free: {there}"
