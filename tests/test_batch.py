@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tensordict import TensorClass, TensorDict, lazy_stack, tensorclass
 
 from bandmaster import BatchError, UsageError, register_batch_type
-from bandmaster.plan.batch import concat_rows, count_rows, slice_rows, take_rows
+from bandmaster.plan.batch import concat_rows, count_rows, take_rows
 
 
 @tensorclass
@@ -190,7 +190,7 @@ def test_count(kind):
 @every_kind
 def test_what_is_cut_can_be_joined_again(kind):
     batch = batches()[kind]
-    parts = [slice_rows(batch, 0, 2), slice_rows(batch, 2, 3), slice_rows(batch, 3, 5)]
+    parts = [take_rows(batch, range(2)), take_rows(batch, range(2, 3)), take_rows(batch, range(3, 5))]
 
     assert [count_rows(part) for part in parts] == [2, 1, 2]
     joined = concat_rows(parts)
@@ -202,7 +202,7 @@ def test_what_is_cut_can_be_joined_again(kind):
 @every_kind
 def test_no_rows_are_a_batch_too(kind):
     batch = batches()[kind]
-    nothing = slice_rows(batch, 5, 5)
+    nothing = take_rows(batch, range(5, 5))
 
     assert count_rows(nothing) == 0
     assert count_rows(concat_rows([nothing, nothing])) == 0
@@ -216,7 +216,7 @@ def test_rows_are_taken_by_number(kind, numbers):
     taken = take_rows(batch, np.array(numbers, dtype=np.int64))
 
     assert count_rows(taken) == len(numbers)
-    expected = concat_rows([slice_rows(batch, n, n + 1) for n in numbers] or [slice_rows(batch, 0, 0)])
+    expected = concat_rows([take_rows(batch, range(n, n + 1)) for n in numbers] or [take_rows(batch, range(0))])
     assert type(taken) is type(expected)
     assert plain(taken) == plain(expected)
 
@@ -224,7 +224,7 @@ def test_rows_are_taken_by_number(kind, numbers):
 @every_kind
 def test_joining_leaves_its_inputs_alone(kind):
     batch, before = batches()[kind], plain(batches()[kind])
-    joined = concat_rows([batch, slice_rows(batch, 0, 2)])
+    joined = concat_rows([batch, take_rows(batch, range(2))])
 
     assert count_rows(joined) == 7
     assert plain(batch) == before
@@ -233,8 +233,8 @@ def test_joining_leaves_its_inputs_alone(kind):
 def test_dtypes_are_kept():
     for kind in ("strings", "tensor", "bf16", "jagged", "recarray"):
         batch = batches()[kind]
-        assert slice_rows(batch, 1, 1).dtype == batch.dtype
-        assert concat_rows([slice_rows(batch, 0, 2), batch]).dtype == batch.dtype
+        assert take_rows(batch, range(1, 1)).dtype == batch.dtype
+        assert concat_rows([take_rows(batch, range(2)), batch]).dtype == batch.dtype
 
 
 def test_joined_arrays_keep_what_the_first_knows_beyond_its_items():
@@ -248,8 +248,8 @@ def test_joined_arrays_keep_what_the_first_knows_beyond_its_items():
 
 def test_slices_are_views_and_joins_are_not():
     array, tensor = np.zeros((4, 2)), torch.zeros(4, 2)
-    slice_rows(array, 1, 3)[:] = 1
-    slice_rows({"x": tensor}, 1, 3)["x"][:] = 1
+    take_rows(array, range(1, 3))[:] = 1
+    take_rows({"x": tensor}, range(1, 3))["x"][:] = 1
     assert array.tolist() == tensor.tolist() == [[0, 0], [1, 1], [1, 1], [0, 0]]
 
     concat_rows([array, array])[:] = 7
@@ -261,9 +261,9 @@ def test_nested_tensors_in_the_strided_layout():
     nested = torch.nested.nested_tensor([torch.arange(3), torch.arange(1)])
 
     assert count_rows(nested) == 2
-    assert plain(concat_rows([slice_rows(nested, 1, 2), slice_rows(nested, 0, 1)])) == [[0], [0, 1, 2]]
+    assert plain(concat_rows([take_rows(nested, range(1, 2)), take_rows(nested, range(1))])) == [[0], [0, 1, 2]]
     with pytest.raises(BatchError, match=r"torch.strided layout cannot have 0 rows, which.*layout=torch.jagged"):
-        slice_rows(nested, 1, 1)
+        take_rows(nested, range(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_nested_tensors_in_the_strided_layout():
 def test_tensors_whose_rows_torch_cannot_cut(tensor, words):
     assert count_rows(tensor()) in (3, 4)
     with pytest.raises(BatchError, match=f"torch cannot cut or join rows {words}"):
-        slice_rows(tensor(), 0, 2)
+        take_rows(tensor(), range(2))
     with pytest.raises(BatchError, match=f"torch cannot cut or join rows {words}"):
         concat_rows([tensor(), tensor()])
 
@@ -300,11 +300,11 @@ def test_tensors_whose_rows_torch_cannot_cut(tensor, words):
 def test_what_is_no_batch(value):
     assert count_rows(value) is None
     with pytest.raises(BatchError, match="has no rows; batches are arrays and tensors with a row dim, list"):
-        slice_rows(value, 0, 1)
+        take_rows(value, range(1))
 
 
 def test_a_mapping_that_cannot_be_made_anew_is_cut_to_dicts():
-    part = slice_rows(Named("x", {"ids": np.arange(5)}), 1, 3)
+    part = take_rows(Named("x", {"ids": np.arange(5)}), range(1, 3))
 
     assert type(part) is dict
     assert part["ids"].tolist() == [1, 2]
@@ -313,16 +313,16 @@ def test_a_mapping_that_cannot_be_made_anew_is_cut_to_dicts():
 def test_a_cut_keeps_what_a_mapping_knows_beyond_its_items():
     batch = Labelled(ids=np.arange(5))
     batch.label = "train"
-    part = slice_rows(batch, 1, 3)
+    part = take_rows(batch, range(1, 3))
 
     assert (type(part), part.label, part["ids"].tolist()) == (Labelled, "train", [1, 2])
     assert batch["ids"].tolist() == [0, 1, 2, 3, 4]
-    assert slice_rows(defaultdict(list, ids=[1, 2]), 0, 1)["other"] == []
+    assert take_rows(defaultdict(list, ids=[1, 2]), range(1))["other"] == []
 
 
 def test_rows_have_the_same_columns_as_items_and_as_attributes():
     batch = Attributes(ids=np.arange(5), names=list("abcde"))
-    part, joined = slice_rows(batch, 1, 3), concat_rows([batch, batch])
+    part, joined = take_rows(batch, range(1, 3)), concat_rows([batch, batch])
 
     assert (part.ids.tolist(), part.names, len(joined.ids), len(batch.ids)) == ([1, 2], ["b", "c"], 10, 5)
     received = pickle.loads(pickle.dumps(part))
@@ -333,11 +333,11 @@ def test_a_mapping_whose_attributes_would_keep_columns_of_other_rows_is_cut_to_d
     batch = Labelled(ids=np.arange(5))
     batch.label = batch["ids"]
 
-    assert type(slice_rows(batch, 1, 3)) is dict
+    assert type(take_rows(batch, range(1, 3))) is dict
 
 
 def test_a_dataclass_is_made_anew_by_its_own_constructor():
-    part = slice_rows(Rollout(np.zeros((5, 2)), np.ones(5)), 3, 5)
+    part = take_rows(Rollout(np.zeros((5, 2)), np.ones(5)), range(3, 5))
 
     assert part.n == 2
     assert part.total.tolist() == [4, 5], "a field is cut, whatever the constructor made of the others"
@@ -357,7 +357,7 @@ def test_any_cuts_join_to_the_same_rows(rows, cuts):
     batch = {"list": rows, "array": np.array(rows), "tensor": torch.tensor(rows)}
     bounds = [0, *sorted(min(cut, len(rows)) for cut in cuts), len(rows)]
 
-    joined = concat_rows([slice_rows(batch, start, stop) for start, stop in pairwise(bounds)])
+    joined = concat_rows([take_rows(batch, range(start, stop)) for start, stop in pairwise(bounds)])
 
     assert plain(joined) == {"list": rows, "array": rows, "tensor": rows}
 
@@ -470,7 +470,7 @@ def test_what_cannot_be_cut_names_the_type_and_the_reason():
             pass
 
     with pytest.raises(BatchError, match=r"cannot split the rows of test_batch\..*Tokenized: .*InitVar 'tokenizer'"):
-        slice_rows(Tokenized([1, 2], None), 0, 1)
+        take_rows(Tokenized([1, 2], None), range(1))
 
 
 def test_joining_arrays_does_not_import_masked_ones():

@@ -9,7 +9,7 @@ from later import Later
 
 import bandmaster as bm
 from bandmaster import Dispatch, Gather, Split, TransferProtocol, register
-from bandmaster.plan.batch import concat_rows, count_rows, slice_rows
+from bandmaster.plan.batch import concat_rows, count_rows, take_rows
 
 datasets, tokenizers, transformers = Later("datasets"), Later("tokenizers"), Later("transformers")
 modeling_outputs = Later("transformers.modeling_outputs")
@@ -63,7 +63,7 @@ def plain(value):
 @every_table
 def test_what_is_cut_can_be_joined_again(make):
     table = make()
-    parts = [slice_rows(table, 0, 2), slice_rows(table, 2, 2), slice_rows(table, 2, 5)]
+    parts = [take_rows(table, range(2)), take_rows(table, range(2, 2)), take_rows(table, range(2, 5))]
 
     assert [count_rows(part) for part in parts] == [2, 0, 3]
     joined = concat_rows([pickle.loads(pickle.dumps(part)) for part in parts])
@@ -92,7 +92,7 @@ def test_encodings_that_are_not_one_for_each_row_are_left_out():
         {"input_ids": np.arange(5)}, table.encodings[:1]
     )  # as of one text, whose rows are its tokens
 
-    assert slice_rows(text, 0, 2).encodings is None
+    assert take_rows(text, range(2)).encodings is None
     assert concat_rows([table, transformers.BatchEncoding(dict(table))]).encodings is None
 
 
@@ -100,14 +100,14 @@ def test_rows_of_a_dataset_in_memory_are_sent_without_the_others():
     table = table_of(20_000)
     whole = len(pickle.dumps(table))
 
-    assert len(pickle.dumps(slice_rows(table, 10, 20))) < whole / 20
-    assert len(pickle.dumps(slice_rows(table.select(range(19_999, 0, -1)), 10, 20))) < whole / 20
+    assert len(pickle.dumps(take_rows(table, range(10, 20)))) < whole / 20
+    assert len(pickle.dumps(take_rows(table.select(range(19_999, 0, -1)), range(10, 20)))) < whole / 20
 
 
 def test_rows_of_a_dataset_in_files_stay_there(tmp_path, monkeypatch):
     monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # the bar that is shown would leave a thread
     table_of(5).save_to_disk(tmp_path / "table")
-    part = slice_rows(datasets.load_from_disk(tmp_path / "table"), 1, 3)
+    part = take_rows(datasets.load_from_disk(tmp_path / "table"), range(1, 3))
 
     assert part.cache_files
     assert part["n"][:] == [1, 2]

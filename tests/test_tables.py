@@ -15,7 +15,7 @@ from tensordict import TensorDict, lazy_stack
 
 import bandmaster as bm
 from bandmaster import Concat, Dispatch, Gather, PerRank, Split, TransferProtocol, register
-from bandmaster.plan.batch import concat_rows, count_rows, slice_rows, take_rows
+from bandmaster.plan.batch import concat_rows, count_rows, take_rows
 
 
 class Columns(NamedTuple):
@@ -89,7 +89,7 @@ def plain(value):
 @every_table
 def test_what_is_cut_can_be_joined_again(kind):
     table = tables()[kind]
-    parts = [slice_rows(table, 0, 2), slice_rows(table, 2, 2), slice_rows(table, 2, 5)]
+    parts = [take_rows(table, range(2)), take_rows(table, range(2, 2)), take_rows(table, range(2, 5))]
 
     assert [count_rows(part) for part in parts] == [2, 0, 3]
     joined = concat_rows([pickle.loads(pickle.dumps(part)) for part in parts])
@@ -295,13 +295,13 @@ def test_ranks_may_return_different_dtypes_of_a_column(cutter, columns, are_fram
         assert_same(pandas.DataFrame(found), pandas.DataFrame(expected))
 
     check(rows.result(), whole)
-    check(rows[:1].result(), slice_rows(whole, 0, 1))
-    check(rows[last:].result(), slice_rows(whole, last, len(rows)))
+    check(rows[:1].result(), take_rows(whole, range(1)))
+    check(rows[last:].result(), take_rows(whole, range(last, len(rows))))
     check(rows[[last, 0]].select("x", "y").result(), take_rows(whole, np.array([last, 0])))
-    check(rows[:0].result(), slice_rows(whole, 0, 0))
-    check(cutter.echo(rows[last:]), slice_rows(whole, last, len(rows)))
-    one_by_one = bm.concat([cutter.give.submit([part, slice_rows(part, 0, 0)]) for part in parts])
-    check(one_by_one[:1].result(), slice_rows(whole, 0, 1))
+    check(rows[:0].result(), take_rows(whole, range(0)))
+    check(cutter.echo(rows[last:]), take_rows(whole, range(last, len(rows))))
+    one_by_one = bm.concat([cutter.give.submit([part, take_rows(part, range(0))]) for part in parts])
+    check(one_by_one[:1].result(), take_rows(whole, range(1)))
 
 
 @few_backends

@@ -92,9 +92,9 @@ def register_batch_type(
     """
     if not isinstance(cls, type):
         raise UsageError(f"the first argument of register_batch_type must be a class, got {cls!r}")
-    required, optional = {"rows": rows, "split": split, "concat": concat}, {"take": take, "column": column}
-    for name, function in (*required.items(), *optional.items()):
-        if not (callable(function) or (name in optional and function is None)):
+    functions = {"rows": rows, "split": split, "concat": concat, "take": take, "column": column}
+    for name, function in functions.items():
+        if not (callable(function) or (function is None and name in ("take", "column"))):
             raise UsageError(f"{name} of register_batch_type must be callable, got {function!r}")
     _registered[cls] = BatchType(rows, split, concat, take, column)
     _kind_of.cache_clear()
@@ -140,7 +140,7 @@ class Batch:
         self.value = value
         self.n_rows = n_rows
         self._kind = kind
-        self._columns = columns
+        self._columns = columns or {}
 
     def rows(self, numbers: Index) -> Any:
         """The rows with these numbers, in this order, as a value of the batch's type.
@@ -151,17 +151,12 @@ class Batch:
             BatchError: The rows of this value cannot be split.
         """
         kind = self._kind
-        try:
-            if isinstance(kind, ColumnsType):
-                return kind.make([self.value], {key: column.rows(numbers) for key, column in self._items()}, [numbers])
-            if isinstance(numbers, range):
-                return kind.split(self.value, numbers.start, numbers.stop)
-            return self._by_runs(numbers) if kind.take is None else kind.take(self.value, numbers)
-        except BatchError:
-            raise
-        except Exception as error:
-            reraise_if_from_signal(error)
-            raise BatchError(f"cannot split the rows of {_name(self.value)}: {error}") from error
+        if isinstance(kind, ColumnsType):
+            columns = {key: column.rows(numbers) for key, column in self._columns.items()}
+            return self._split(kind.make, [self.value], columns, [numbers])
+        if isinstance(numbers, range):
+            return self._split(kind.split, self.value, numbers.start, numbers.stop)
+        return self._by_runs(numbers) if kind.take is None else self._split(kind.take, self.value, numbers)
 
     def row(self, number: int) -> Any:
         """One row, without the row dim: an item of a list, a row of an array, a dict of the rows of columns.
@@ -173,10 +168,16 @@ class Batch:
         """
         kind = self._kind
         if isinstance(kind, ColumnsType):
-            rows = {key: column.row(number) for key, column in self._items()}
+            rows = {key: column.row(number) for key, column in self._columns.items()}
             return rebuilt(self.value, rows) if kind.is_record else rows
+        if kind.row is None:
+            return self.rows(range(number, number + 1))
+        return self._split(kind.row, self.value, number)
+
+    def _split(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the batch type that returns some rows. Raises BatchError if it fails."""
         try:
-            return self.rows(range(number, number + 1)) if kind.row is None else kind.row(self.value, number)
+            return function(*args)
         except BatchError:
             raise
         except Exception as error:
@@ -201,7 +202,7 @@ class Batch:
         """Whether it is of a type that another process has registered, or has a column of one."""
         if not _learned:
             return False
-        return self._kind in _learned.values() or any(column.is_learned for column in (self._columns or {}).values())
+        return self._kind in _learned.values() or any(column.is_learned for column in self._columns.values())
 
     def sent(self, numbers: Index | int) -> Any:
         """The value to send for the rows with these numbers, or for a row: a `Portion` if they lie elsewhere."""
@@ -213,16 +214,12 @@ class Batch:
         """A column by its name; None if there is none, or columns of this type have no names."""
         kind = self._kind
         if isinstance(kind, ColumnsType):
-            found = dict(self._items()).get(name)
+            found = self._columns.get(name)
             return None if found is None else found.value
         try:
             return None if kind.column is None else kind.column(self.value, name)
         except KeyError:
             return None
-
-    def _items(self) -> Any:
-        assert self._columns is not None, "a batch of a ColumnsType has columns"
-        return self._columns.items()
 
 
 def as_batch(value: Any) -> Batch | None:
@@ -254,7 +251,7 @@ def concat(batches: Sequence[Batch], numbers: Sequence[Index] | None = None) -> 
     first, kind = batches[0], batches[0]._kind
     for index, batch in enumerate(batches):
         if batch._kind is not kind:
-            raise BatchError(f"cannot join {_name(first.value)} (part 0) and {_name(batch.value)} (part {index})")
+            raise _unlike(first.value, batch.value, index)
     if len(batches) == 1:
         return first.value if numbers is None else first.rows(numbers[0])
     try:
@@ -276,17 +273,8 @@ def count_rows(value: Any) -> int | None:
     return None if batch is None else batch.n_rows
 
 
-def slice_rows(value: Any, start: int, stop: int) -> Any:
-    """The rows start … stop-1 of a batch; arrays and tensors are views of ``value``.
-
-    Raises:
-        BatchError: ``value`` is not a batch, or its rows cannot be split.
-    """
-    return required_batch(value).rows(range(start, stop))
-
-
-def take_rows(value: Any, numbers: np.ndarray[Any, Any]) -> Any:
-    """The rows of a batch with these numbers, in their order.
+def take_rows(value: Any, numbers: Index) -> Any:
+    """The rows of a batch with these numbers, in their order. A range of rows of arrays and tensors is a view.
 
     Raises:
         BatchError: ``value`` is not a batch, or its rows cannot be split.
@@ -307,7 +295,7 @@ def concat_rows(values: Sequence[Any]) -> Any:
     for index, value in enumerate(values[1:], 1):
         batch = _as_batch(value)
         if batch is None:
-            raise BatchError(f"cannot join {_name(values[0])} (part 0) and {_name(value)} (part {index})")
+            raise _unlike(values[0], value, index)
         batches.append(batch)
     return concat(batches)
 
@@ -443,15 +431,20 @@ def _common_count(value: Any, columns: Mapping[Any, Batch]) -> int:
 
 def _joined_columns(batches: Sequence[Batch], kind: ColumnsType, numbers: Sequence[Index] | None) -> Any:
     first = batches[0]
-    columns = [dict(batch._items()) for batch in batches]
+    columns = [batch._columns for batch in batches]
     for index, batch in enumerate(batches):
         if kind.is_record and type(batch.value) is not type(first.value):
-            raise BatchError(f"cannot join {_name(first.value)} (part 0) and {_name(batch.value)} (part {index})")
+            raise _unlike(first.value, batch.value, index)
         if columns[index].keys() != columns[0].keys():
             keys = f"{list(columns[0])} (part 0) and {list(columns[index])} (part {index})"
             raise BatchError(f"cannot join dicts with keys {keys}")
     joined = {key: concat([column[key] for column in columns], numbers) for key in columns[0]}
     return kind.make([batch.value for batch in batches], joined, numbers)
+
+
+def _unlike(first: Any, other: Any, index: int) -> BatchError:
+    """The error for values of two types that were to be joined."""
+    return BatchError(f"cannot join {_name(first)} (part 0) and {_name(other)} (part {index})")
 
 
 def _may_require_grad(value: Any) -> bool:

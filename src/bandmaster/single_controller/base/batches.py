@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from bandmaster.codec import add_reducer
 from bandmaster.errors import BatchError
-from bandmaster.plan.batch import KNOWN, as_batch, concat_rows, describe, slice_rows
+from bandmaster.plan.batch import KNOWN, as_batch, concat_rows, describe, take_rows
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import cut_rows
 from bandmaster.plan.transfer import Split
@@ -93,7 +93,7 @@ def join(outputs: Sequence[Any]) -> Any:
 def without_padding(joined: Any, n_padding: int) -> Any:
     """A joined result without the rows that were computed from padding, which are the last ones."""
     batch = as_batch(joined) if n_padding else None
-    return joined if batch is None else slice_rows(joined, 0, batch.n_rows - n_padding)
+    return joined if batch is None else take_rows(joined, range(batch.n_rows - n_padding))
 
 
 def teach_codec() -> None:

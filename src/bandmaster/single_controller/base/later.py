@@ -9,7 +9,7 @@ from typing import Any
 
 from bandmaster.calls.future import Future
 from bandmaster.errors import BatchError
-from bandmaster.plan.batch import count_rows, describe, slice_rows
+from bandmaster.plan.batch import count_rows, describe, take_rows
 from bandmaster.plan.rows import row_ranges
 
 __all__ = ["RowsLater"]
@@ -39,7 +39,7 @@ class RowsLater:
             n_rows = count_rows(rows)
             if n_rows is None:
                 raise BatchError(f"{describe(rows)} has no rows to be cut into {n} parts; call get() on the whole")
-            rows = slice_rows(rows, *row_ranges(n_rows, n)[index])
+            rows = take_rows(rows, range(*row_ranges(n_rows, n)[index]))
         return rows
 
     def result(self, timeout: float | None = None) -> Any:
