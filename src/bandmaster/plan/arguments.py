@@ -158,16 +158,15 @@ def plan_call(
         BatchError: A batch cannot be split as requested, or ``outgoing`` is a `Split` and no argument is a batch.
         MeshError: A rule names an axis that ``mesh`` does not have and that does not count as size 1.
     """
-    by_rule, batches = by_dispatch_rule(arguments, outgoing, rules, method)
     groups: list[ArgumentGroup] = []
     real_rows = None
-    for rule, members in by_rule.items():
+    for rule, members in by_dispatch_rule(arguments, outgoing, rules, method).items():
         if isinstance(rule, Broadcast):
-            groups.append(everywhere(members, mesh.size))
+            groups.append(everywhere([argument for argument, _ in members], mesh.size))
         elif isinstance(rule, PerRank):
-            groups += scatter(members, mesh.size, method)
+            groups += scatter([argument for argument, _ in members], mesh.size, method)
         else:
-            split = SplitArguments(members, batches, arguments, method)
+            split = SplitArguments(members, arguments, method)
             cut = cut_rows(mesh, rule, split.n_rows, split.costs(rule))
             groups += split.groups(cut)
             if real_rows is None or rule.pad:
@@ -177,30 +176,27 @@ def plan_call(
 
 def by_dispatch_rule(
     arguments: Sequence[BoundArgument], outgoing: Outgoing, rules: Mapping[str, Outgoing], method: str
-) -> tuple[dict[Outgoing, list[BoundArgument]], dict[int | str, Batch | None]]:
+) -> dict[Outgoing, list[tuple[BoundArgument, Batch | None]]]:
     """Sort arguments by dispatch rule. Under a `Split`, values that are not batches are broadcast unless declared.
 
     Returns:
-        The arguments by rule, and the arguments to split as batches, by position or keyword.
+        The arguments by rule, each with its value as a batch if the rule is a `Split` and the value is one.
 
     Raises:
         BatchError: An argument is half a batch, or ``outgoing`` is a `Split` and no argument is a batch.
     """
-    batches: dict[int | str, Batch | None] = {}
-    by_rule: dict[Outgoing, list[BoundArgument]] = {}
-    all_get_the_same = True
+    by_rule: dict[Outgoing, list[tuple[BoundArgument, Batch | None]]] = {}
     for argument in arguments:
         own = declared(argument, rules) if rules else None
-        rule = own or outgoing
+        rule, batch = own or outgoing, None
         if isinstance(rule, Split):
-            batch = batches[argument.key] = batch_of(argument, method)
+            batch = batch_of(argument, method)
             if batch is None and own is None:
                 rule = Broadcast()
-        all_get_the_same = all_get_the_same and isinstance(rule, Broadcast)
-        by_rule.setdefault(rule, []).append(argument)
-    if all_get_the_same and isinstance(outgoing, Split):
+        by_rule.setdefault(rule, []).append((argument, batch))
+    if isinstance(outgoing, Split) and all(isinstance(rule, Broadcast) for rule in by_rule):
         _check_declared(arguments, outgoing, rules, method)
-    return by_rule, batches
+    return by_rule
 
 
 def everywhere(arguments: Sequence[BoundArgument], n_ranks: int) -> ArgumentGroup:
@@ -298,8 +294,7 @@ class SplitArguments:
         n_rows: Their row count.
 
     Args:
-        members: The arguments.
-        batches: The batches among the arguments of the call, by position or keyword.
+        members: The arguments, each with its value as a batch; None if it is not one.
         arguments: All arguments of the call.
         method: ``"Class.method"``, for messages.
 
@@ -309,15 +304,14 @@ class SplitArguments:
 
     def __init__(
         self,
-        members: Sequence[BoundArgument],
-        batches: Mapping[int | str, Batch | None],
+        members: Sequence[tuple[BoundArgument, Batch | None]],
         arguments: Sequence[BoundArgument],
         method: str,
     ) -> None:
         self.batches: list[tuple[BoundArgument, Batch]] = []
         self._arguments, self._method = arguments, method
-        for argument in members:
-            name, batch = argument.name, batches[argument.key]
+        for argument, batch in members:
+            name = argument.name
             if batch is None:
                 raise BatchError(
                     f"argument {name!r} of {method} cannot be split: {type(argument.value).__name__} has no rows; "

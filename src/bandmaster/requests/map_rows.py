@@ -89,15 +89,15 @@ def plan_parts(
     Raises:
         BatchError: There is no batch, batches have different row counts, or ``group_by`` names no column.
     """
-    batches = {argument.key: batch_of(argument, method) for argument in arguments if declared(argument, rules) is None}
-    members = [argument for argument in arguments if batches.get(argument.key) is not None]
-    whole = tuple([argument for argument in arguments if batches.get(argument.key) is None])
+    pairs = [(one, batch_of(one, method) if declared(one, rules) is None else None) for one in arguments]
+    members = [(argument, batch) for argument, batch in pairs if batch is not None]
+    whole = tuple([argument for argument, batch in pairs if batch is None])
     if not members:
         types = ", ".join(f"{argument.name!r} is {describe(argument.value)}" for argument in arguments)
         raise BatchError(
             f"{method}.map got no batch, so there are no rows to send: {types or 'no arguments'}; pass one ({KNOWN})"
         )
-    cut = SplitArguments(members, batches, arguments, method)
+    cut = SplitArguments(members, arguments, method)
     if how.chunk is None:
         return Parts(range(cut.n_rows), tuple(cut.batches), whole)
     keys = None
