@@ -190,15 +190,16 @@ class Part:
     indices: tuple[int, ...]
 
 
-def joined(parts: Sequence[Part]) -> list[Part]:
-    """Merge neighbouring parts that are on one node, in the order of its devices."""
-    joined: list[Part] = []
-    for part in parts:
-        lease, node, indices = part.lease, part.node, part.indices
-        if joined and (joined[-1].lease, joined[-1].node) == (lease, node) and joined[-1].indices[-1] < indices[0]:
-            part = Part(lease, node, joined.pop().indices + indices)
-        joined.append(part)
-    return joined
+def parts_of(places: Sequence[SlotKey]) -> tuple[Part, ...]:
+    """Group neighbouring slots that are on one node, in the order of its devices."""
+    parts: list[Part] = []
+    for lease, node, index in places:
+        last = parts[-1] if parts else None
+        if last is not None and (last.lease, last.node) == (lease, node) and last.indices[-1] < index:
+            parts[-1] = Part(lease, node, (*last.indices, index))
+        else:
+            parts.append(Part(lease, node, (index,)))
+    return tuple(parts)
 
 
 def free(places: Sequence[SlotKey], holder: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -24,7 +24,7 @@ from bandmaster.pool.checks import (
     checked_resources,
     checked_sizes,
 )
-from bandmaster.pool.lease import Closes, Lease, Part, SlotKey, WorkerStart, close_all, free, joined, occupying
+from bandmaster.pool.lease import Closes, Lease, SlotKey, WorkerStart, close_all, free, occupying, parts_of
 from bandmaster.pool.plan import PlannedNode, PoolPlan
 
 if TYPE_CHECKING:
@@ -129,11 +129,12 @@ class ResourcePool:
         )
         start = WorkerStart(checked_modules(preload), checked_env(env, use_gpu))
         lease = Lease(request, backend, max_colocate_count, placement_timeout, start)
-        parts = [Part(lease, node, tuple(range(size))) for node, size in enumerate(sizes)]
-        self._set_up(parts, name_prefix or "", (lease,))
+        places = [(lease, node, index) for node, size in enumerate(sizes) for index in range(size)]
+        self._set_up(places, name_prefix or "", (lease,))
 
-    def _set_up(self, parts: Sequence[Part], name_prefix: str, owned: tuple[Lease, ...]) -> None:
-        self._parts = tuple(parts)
+    def _set_up(self, places: Sequence[SlotKey], name_prefix: str, owned: tuple[Lease, ...]) -> None:
+        self._places = tuple(places)  # the identity of each slot, in rank order: merged and split pools share slots
+        self._parts = parts_of(places)
         self._owned = owned  # released when this pool is closed
         self._groups: weakref.WeakSet[Closes] = weakref.WeakSet()
         self._is_closed = False
@@ -141,9 +142,9 @@ class ResourcePool:
         _pools[self] = n_forks()
 
     @classmethod
-    def _of(cls, parts: Sequence[Part], name_prefix: str) -> Self:
+    def _of(cls, places: Sequence[SlotKey], name_prefix: str) -> Self:
         pool = cls.__new__(cls)
-        pool._set_up(parts, name_prefix, ())
+        pool._set_up(places, name_prefix, ())
         return pool
 
     @property
@@ -295,11 +296,6 @@ class ResourcePool:
         self.close()
 
     @property
-    def _places(self) -> list[SlotKey]:
-        """The identity of each slot, in rank order: merged and split pools share slots."""
-        return [(part.lease, part.node, index) for part in self._parts for index in part.indices]
-
-    @property
     def _is_over(self) -> bool:
         """Whether this pool, or a pool from which it was merged or split, was closed."""
         return self._is_closed or any(part.lease.is_closed for part in self._parts)
@@ -406,8 +402,7 @@ def merge_resource_pool(*pools: ResourcePool) -> ResourcePool:
     places = [place for pool in pools for place in pool._places]
     if len(set(places)) < len(places):
         raise UsageError(f"cannot merge pools that share slots: {', '.join(map(repr, pools))}; merge disjoint pools")
-    parts = [part for pool in pools for part in pool._parts]
-    return ResourcePool._of(joined(parts), "".join(pool.name_prefix for pool in pools))
+    return ResourcePool._of(places, "".join(pool.name_prefix for pool in pools))
 
 
 def split_resource_pool(pool: ResourcePool, split_size: int | Sequence[int]) -> list[ResourcePool]:
@@ -436,12 +431,8 @@ def split_resource_pool(pool: ResourcePool, split_size: int | Sequence[int]) -> 
         raise UsageError(
             f"cannot split {size} slots into {list(sizes)}, which are {sum(sizes)}; give sizes that add up to {size}"
         )
-    places = iter(pool._places)
-    pools = []
-    for n in sizes:
-        parts = [Part(lease, node, (index,)) for lease, node, index in (next(places) for _ in range(n))]
-        pools.append(ResourcePool._of(joined(parts), pool.name_prefix))
-    return pools
+    stops = list(accumulate(sizes, initial=0))
+    return [ResourcePool._of(pool._places[start:stop], pool.name_prefix) for start, stop in pairwise(stops)]
 
 
 def _check_pool(pool: object, function: str) -> None:

@@ -191,7 +191,7 @@ class SubRayResourcePool(RayResourcePool):
             )
         sizes = [size for size in (start_bundle_index, subgroup_world_size, whole.world_size - stop) if size]
         part = split_resource_pool(whole, sizes)[1 if start_bundle_index else 0]
-        self._set_up(part._parts, whole.name_prefix, ())
+        self._set_up(part._places, whole.name_prefix, ())
         self._place(whole, start_bundle_index)
 
     def _place(self, whole: RayResourcePool, start: int) -> None:
@@ -253,7 +253,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
     resource_pool.reserve()
     start, found = getattr(resource_pool, "start_bundle_index", 0), []
     for index, part in enumerate(pools.split_resource_pool(resource_pool, split_size)):
-        sub = SubRayResourcePool._of(part._parts, f"{resource_pool.name_prefix}_split_{index}")
+        sub = SubRayResourcePool._of(part._places, f"{resource_pool.name_prefix}_split_{index}")
         sub._place(resource_pool._whole or resource_pool, start)
         start += sub.world_size
         found.append(sub)
@@ -263,7 +263,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
 def merge_resource_pool(*resource_pools: RayResourcePool) -> RayResourcePool:
     """Merge pools of this module into one; see `bandmaster.merge_resource_pool`."""
     merged = pools.merge_resource_pool(*resource_pools)
-    return RayResourcePool._of(merged._parts, "_".join(filter(None, (pool.name_prefix for pool in resource_pools))))
+    return RayResourcePool._of(merged._places, "_".join(filter(None, (pool.name_prefix for pool in resource_pools))))
 
 
 def sort_placement_group_by_node_ip(pgs: Sequence[Any]) -> list[Any]:
