@@ -192,6 +192,10 @@ class Batch:
         runs = [range(int(numbers[start]), int(numbers[stop - 1]) + 1) for start, stop in pairwise(ends)]
         return concat([self] * len(runs), runs)
 
+    def is_like(self, other: Batch) -> bool:
+        """Whether another batch has the same batch type, so that their rows can be joined."""
+        return self._kind is other._kind
+
     @property
     def is_elsewhere(self) -> bool:
         """Whether the value stands for rows that lie elsewhere."""
@@ -250,7 +254,7 @@ def concat(batches: Sequence[Batch], numbers: Sequence[Index] | None = None) -> 
     """
     first, kind = batches[0], batches[0]._kind
     for index, batch in enumerate(batches):
-        if batch._kind is not kind:
+        if not batch.is_like(first):
             raise _unlike(first.value, batch.value, index)
     if len(batches) == 1:
         return first.value if numbers is None else first.rows(numbers[0])
@@ -298,12 +302,6 @@ def concat_rows(values: Sequence[Any]) -> Any:
             raise _unlike(values[0], value, index)
         batches.append(batch)
     return concat(batches)
-
-
-def is_same_kind(first: Any, second: Any) -> bool:
-    """Whether two values have the same batch type, so that their rows can be joined; True if neither is a batch."""
-    one, other = as_batch(first), as_batch(second)
-    return (one and one._kind) is (other and other._kind)
 
 
 def detached(value: Any) -> Any:

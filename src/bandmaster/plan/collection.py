@@ -14,7 +14,7 @@ import numpy as np
 
 from bandmaster.errors import BatchError, CollectError
 from bandmaster.errors.failure import Failure, FailureKind
-from bandmaster.plan.batch import KNOWN, Batch, as_batch, concat, detached, is_same_kind, take_rows
+from bandmaster.plan.batch import KNOWN, Batch, as_batch, concat, detached, take_rows
 from bandmaster.plan.rows import CollectEach, RealRows
 from bandmaster.plan.transfer import Concat, Gather, Incoming, Only, Reduce
 
@@ -136,16 +136,17 @@ def _join(ranks: Sequence[int], batches: Sequence[Batch], method: str, sender: s
     try:
         return detached(concat(batches))
     except BatchError as error:
-        parts = [batch.value for batch in batches]
-        for rank, part in zip(ranks, parts, strict=True):
-            if not is_same_kind(parts[0], part):
+        for rank, batch in zip(ranks, batches, strict=True):
+            if not batch.is_like(batches[0]):
+                one, other = type(batch.value).__name__, type(batches[0].value).__name__
                 raise _error(
                     rank,
                     method,
-                    f"returned {type(part).__name__}, but {sender} {ranks[0]} returned {type(parts[0]).__name__}; "
-                    f"Concat joins values of one type, so return the same type on every {sender}",
+                    f"returned {one}, but {sender} {ranks[0]} returned {other}; Concat joins values of one type, so "
+                    f"return the same type on every {sender}",
                 ) from None
-        shapes = ", ".join(f"{sender} {rank}: {_describe(part)}" for rank, part in zip(ranks, parts, strict=True))
+        parts = zip(ranks, batches, strict=True)
+        shapes = ", ".join(f"{sender} {rank}: {_describe(batch.value)}" for rank, batch in parts)
         raise _error(ranks[0], method, f"returned a value that Concat cannot join: {error} ({shapes})") from error
 
 
