@@ -14,13 +14,7 @@ RESERVING = (
     "a signal handler cannot reserve slots while another reservation is in progress; set a flag in the handler, and "
     "reserve after it has returned"
 )
-STRATEGIES = {  # of placement, each with its words in messages
-    "spread": "",
-    "strict_spread": ", each on a node of its own",
-    "pack": "",
-}
-
-
+STRATEGIES = ("spread", "strict_spread", "pack")
 _FORMS = (
     "give the address or the host name of a node, a dict of labels such as {'zone': 'a'} or {'zone': ['a', 'b']}, None "
     "for any node, or a list with one of these for each node of the pool"
@@ -135,8 +129,8 @@ class Request:
         n_used = len(self.workers) - self.n_spares
         used, spare = list(self.workers[:n_used]), list(self.workers[n_used:])
         spares = f" and spare {spare}" if spare else ""
-        amounts = _listed(each) or "nothing"
-        return f"{sum(used)} {kind} as {used}{spares} ({amounts} each){STRATEGIES[self.strategy]}"
+        alone = ", each on a node of its own" if self.strategy == "strict_spread" else ""
+        return f"{sum(used)} {kind} as {used}{spares} ({_listed(each) or 'nothing'} each){alone}"
 
     def choice(self, entry: int) -> NodeChoice:
         """The nodes that an entry may go onto."""

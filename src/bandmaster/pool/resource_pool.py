@@ -108,7 +108,7 @@ class ResourcePool:
         check_count("gpus_per_worker", gpus_per_worker)
         for what, amount in (("cpus_per_worker", cpus_per_worker), ("placement_timeout", placement_timeout)):
             check_amount(what, amount)
-        if strategy not in tuple(STRATEGIES):
+        if strategy not in STRATEGIES:
             raise UsageError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}")
         if not isinstance(use_gpu, bool):
             raise UsageError(f"use_gpu must be True (GPUs for every slot) or False (none), got {use_gpu!r}")
