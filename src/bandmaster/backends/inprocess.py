@@ -37,7 +37,6 @@ from bandmaster.errors import UsageError
 from bandmaster.errors.failure import REPLACED, Failure, FailureKind
 from bandmaster.platform.locks import SigintSafeLock, check_not_held, run_if_free
 from bandmaster.wire.segment_reader import RowReader, RowReaders
-from bandmaster.worker import Worker
 from bandmaster.worker_process.executor import Executor
 
 
@@ -135,10 +134,10 @@ class InProcessWorkers:
 
     @property
     def records(self) -> Sequence[WorkerRecord]:
-        """Host, process and device of each rank. The handles return the worker objects."""
+        """Host, process and device of each rank. The handles return the worker objects, if there are any."""
         host, pid = socket.gethostname(), os.getpid()
         return [
-            WorkerRecord(host, pid, one.device, "in process", partial(_worker_of, one))
+            WorkerRecord(host, pid, one.device, "in process", partial(getattr, one, "worker"))
             for one in self._executors.values()
         ]
 
@@ -323,11 +322,6 @@ class InProcessWorkers:
             for number in list(self._open[rank]):
                 self._end(rank, number, why)
             self._executors[rank].close()
-
-
-def _worker_of(executor: Executor) -> Worker | None:
-    """The worker object; None before it is constructed and after it was discarded."""
-    return executor.worker
 
 
 def _read(call: WorkerCall) -> tuple[list[Payload], RowReaders]:

@@ -73,7 +73,7 @@ class Zygote:
             started, before itself; what it would have left to do if it had been killed, nobody else can.
     """
 
-    def __init__(self, modules: Sequence[str], variables: Mapping[str, str], has_guard: bool = False) -> None:
+    def __init__(self, modules: Sequence[str], variables: Mapping[str, str], has_guard: bool) -> None:
         self.modules = tuple(modules)
         self.is_ended = False
         self._holders: set[int] = set()

@@ -63,10 +63,7 @@ class Payload:
     @property
     def nbytes(self) -> int:
         """Size of the head and the buffers, in bytes."""
-        n_bytes = len(self.head)
-        for buffer in self.buffers:
-            n_bytes += memoryview(buffer).nbytes
-        return n_bytes
+        return len(self.head) + sum([memoryview(buffer).nbytes for buffer in self.buffers])
 
     def private(self) -> Payload:
         """The payload with buffers in new writable memory, which belongs to the reader."""

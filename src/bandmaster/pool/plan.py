@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bandmaster.plan.placement import Node, Request
@@ -48,15 +47,10 @@ class PoolPlan:
     def _title(self) -> str:
         return f"{self.pool}, {'reserved' if self.is_reserved else 'not reserved yet'}"
 
-    def _rows(self) -> Iterator[tuple[str, ...]]:
-        for number, node in enumerate(self.nodes):
-            yield self._row(str(number), node)
-        for node in self.spares:
-            yield self._row("spare", node)
-
-    def _row(self, number: str, node: PlannedNode) -> tuple[str, ...]:
-        host = "lost" if node.host is None else _host(node.host)
-        return number, host, _ranks(node.ranks), str(node.n_slots), self._takes(node)
+    @property
+    def _rows(self) -> list[tuple[object, ...]]:
+        named = [*enumerate(self.nodes), *(("spare", node) for node in self.spares)]
+        return [(name, _host(node.host), _ranks(node.ranks), node.n_slots, self._takes(node)) for name, node in named]
 
     def _takes(self, node: PlannedNode) -> str:
         amounts = () if node.host is None else node.host.amounts(self.request)
@@ -64,13 +58,15 @@ class PoolPlan:
         return ", ".join(taken) or "nothing that is counted"
 
     def __str__(self) -> str:
-        return text_table(self._title, _HEADER, list(self._rows()))
+        return text_table(self._title, _HEADER, self._rows)
 
     def _repr_html_(self) -> str:
-        return html_table(self._title, _HEADER, list(self._rows()))
+        return html_table(self._title, _HEADER, self._rows)
 
 
-def _host(node: Node) -> str:
+def _host(node: Node | None) -> str:
+    if node is None:
+        return "lost"
     return f"{node.name} ({node.hostname})" if node.hostname and node.hostname != node.name else node.name
 
 
