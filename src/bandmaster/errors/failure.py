@@ -113,9 +113,11 @@ class Failure:
         summary = f"the returned value cannot be unpickled in the controller: {seen.summary}"
         return cls(FailureKind.RESULT, summary, seen.traceback, error)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        known = {name: getattr(self, name) for name in ("host", "pid", "device", "in_collective", "at")}
-        return _revive, (self.kind, self.summary, self.traceback, _dump(self.exception), known)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "exception": _dump(self.exception)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, exception=_loaded(state["exception"]))
 
 
 _COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
@@ -198,13 +200,13 @@ def _dump(error: BaseException | None) -> bytes | None:
         return None
 
 
-def _revive(kind: FailureKind, summary: str, text: str, dumped: bytes | None, known: Mapping[str, Any]) -> Failure:
+def _loaded(dumped: bytes | None) -> BaseException | None:
     try:
         exception = None if dumped is None else pickle.loads(dumped)
     except BaseException as why:  # many exception classes cannot be unpickled: their __init__ takes other arguments
         reraise_if_from_signal(why)
-        exception = None
-    return Failure(kind, summary, text, exception if isinstance(exception, BaseException) else None, **known)
+        return None
+    return exception if isinstance(exception, BaseException) else None
 
 
 def is_in_debugger(stack: str) -> bool:
