@@ -45,20 +45,18 @@ END_GRACE_S = 0.5  # time for workers to exit by themselves before they are kill
 
 @dataclass(frozen=True)
 class HostShare:
-    """The share of one host in a group: the ranks that run there, with their address, GPUs and variables.
+    """The share of one host in a group: the ranks that run there, with their address and GPUs.
 
     Attributes:
         ranks: The ranks.
         address: Address of the host, on which rank 0 opens the rendezvous.
         gpus: For each rank, the entries of ``CUDA_VISIBLE_DEVICES`` for its GPUs; empty where it has none.
-        variables: Environment variables besides those of the process that forks and those of the launch.
         modules: What a zygote imports where the launch does not say: see `bandmaster.backends.local`.
     """
 
     ranks: Sequence[int]
     address: str = LOOPBACK
     gpus: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=dict)
     modules: Sequence[str] = ()
 
 
@@ -201,7 +199,7 @@ class HostWorkers(LaneClient):
     def _spawn_of(self, rank: int) -> Spawn:
         launch, place = self._launch, self._place
         context = launch.context(rank, self._device(rank))
-        environment = {**os.environ, **place.variables, **launch.env, **launch.variables}
+        environment = {**os.environ, **launch.env, **launch.variables}
         environment |= {**context.environment(), **self.rendezvous}
         if place.gpus.get(rank):
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus[rank])

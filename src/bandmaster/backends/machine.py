@@ -35,7 +35,7 @@ class MachineBackend:
 
     def __init__(self) -> None:
         self._reserving = threading.RLock()  # one reservation at a time
-        self._reserved: dict[weakref.ref[MachineReservation], None] = {}  # Ctrl-C may leave one with nobody
+        self._reserved: set[weakref.ref[MachineReservation]] = set()  # Ctrl-C may leave one with nobody
 
     def inventory(self) -> tuple[Node, ...]:
         """This machine as the only node."""
@@ -62,7 +62,7 @@ class MachineBackend:
             each = request.gpus_per_worker
             gpus = tuple(tuple(tuple(islice(free, each)) for _ in range(size)) for size in request.workers)
             reservation = MachineReservation(request.name, gpus)
-            self._reserved[weakref.ref(reservation)] = None
+            self._reserved.add(weakref.ref(reservation))
         return reservation
 
     def nodes(self, reservation: MachineReservation) -> list[Node | None]:
@@ -71,7 +71,7 @@ class MachineBackend:
 
     def release(self, reservation: MachineReservation) -> None:
         """Release the GPUs of a reservation."""
-        self._reserved.pop(weakref.ref(reservation), None)
+        self._reserved.discard(weakref.ref(reservation))
 
     def _holders(self) -> dict[int, MachineReservation]:
         """The reservation of each GPU in use, by index of the GPU."""

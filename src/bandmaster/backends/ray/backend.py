@@ -13,7 +13,7 @@ import uuid
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -190,7 +190,7 @@ class RayBackend:
         """
         with self.connection.staying():
             reservation = self._waited_for(request, timeout_s)
-            self.connection.hold(reservation, reservation.session)
+            self.connection.hold(reservation)
             here = ray.get_runtime_context().get_node_id()
             far = [AgentKey(node) for node in dict.fromkeys(reservation.nodes) if node != here]
             if far:
@@ -264,8 +264,9 @@ class RayBackend:
             slot.reservation.session.check(f"pool {slot.reservation.name!r}")
         nodes = [slot.reservation.nodes[slot.node] for slot in launch.slots]
         variables, runtime_env = _environment(launch.options.get("runtime_env"))
+        launch = replace(launch, variables={**variables, **launch.env, **launch.variables})
         if not runtime_env and set(nodes) == {ray.get_runtime_context().get_node_id()}:
-            place = self._place(launch, range(len(nodes)), variables, ray.util.get_node_ip_address())
+            place = self._place(launch, range(len(nodes)), ray.util.get_node_ip_address())
             workers = self.local.start_ranks(launch, place, [slot.reservation for slot in launch.slots])
             raylet = _raylet(ray.get_runtime_context().get_node_id())
             session = launch.slots[0].reservation.session
@@ -277,14 +278,14 @@ class RayBackend:
         asked = dict(launch.options.get("runtime_env") or {})
         env = json.dumps(asked, sort_keys=True) if asked.keys() - {"env_vars"} else ""  # variables need no agent
         return self.agents.start(
-            launch, {AgentKey(node, env): self._place(launch, mine, variables) for node, mine in ranks.items()}
+            launch, {AgentKey(node, env): self._place(launch, mine) for node, mine in ranks.items()}
         )
 
     @staticmethod
-    def _place(launch: Launch, ranks: Sequence[int], variables: Mapping[str, str], address: str = "") -> HostShare:
-        gpus = {rank: launch.slots[rank].reservation.gpus[launch.slots[rank].node] for rank in ranks}
-        of_slot = {rank: of_node[launch.slots[rank].index] for rank, of_node in gpus.items()}
-        return HostShare(tuple(ranks), address, of_slot, variables, default_modules(launch.imports))
+    def _place(launch: Launch, ranks: Sequence[int], address: str = "") -> HostShare:
+        slots = {rank: launch.slots[rank] for rank in ranks}
+        gpus = {rank: slot.reservation.gpus[slot.node][slot.index] for rank, slot in slots.items()}
+        return HostShare(tuple(ranks), address, gpus, default_modules(launch.imports))
 
 
 def name_of(pool: str, n_slots: int) -> str:

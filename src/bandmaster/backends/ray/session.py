@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import ray
 import ray.util.client
@@ -71,25 +72,24 @@ class RayConnection:
     def __init__(self) -> None:
         self.is_embedded = False  # whether Ray is a private instance
         self._session: RaySession | None = None  # that was made here last
-        # By reservation, also one that Ctrl-C has left with nobody; None while it is being made.
-        self._holds: dict[weakref.ref[object], RaySession | None] = {}
+        self._holders: set[weakref.ref[Any]] = set()  # reservations, also those that Ctrl-C has left with nobody
         self._connecting = threading.RLock()  # held while this connects or disconnects; re-entrant for finalizers
 
-    def hold(self, reservation: object, session: RaySession) -> None:
+    def hold(self, reservation: Any) -> None:
         """Stay connected until `end_hold` is called with a reservation."""
-        self._holds[weakref.ref(reservation)] = session
+        self._holders.add(weakref.ref(reservation))
 
-    def end_hold(self, reservation: object) -> None:
+    def end_hold(self, reservation: Any) -> None:
         """A reservation was released; disconnect if it was the last one and the connection was made here.
 
         If another thread connects, which is to reserve slots, that one looks later.
         """
-        self._holds.pop(weakref.ref(reservation), None)
+        self._holders.discard(weakref.ref(reservation))
         run_if_free(self._connecting, self._disconnect_if_idle)
 
     def _disconnect_if_idle(self) -> None:
-        held = [session for holder, session in list(self._holds.items()) if holder() is not None]
-        is_used = any(session is None or session.is_current for session in held)
+        sessions = [held.session for holder in list(self._holders) if (held := holder()) is not None]
+        is_used = any(session is None or session.is_current for session in sessions)
         if self._is_ours and not is_used:
             ray.shutdown()
             self.is_embedded = False
@@ -99,7 +99,7 @@ class RayConnection:
         """Let no other thread disconnect during the block; afterwards disconnect if nothing is reserved."""
         making = _Making()
         with self._connecting:
-            self._holds[weakref.ref(making)] = None
+            self.hold(making)
         try:
             yield
         finally:
@@ -141,6 +141,8 @@ class RayConnection:
 
 class _Making:
     """Stands for a reservation that is being made."""
+
+    session = None
 
 
 def running_cluster() -> str | None:
