@@ -52,7 +52,8 @@ class Mesh:
         self._size = math.prod(axes.values())
         self._factors = dict(axes)  # the indivisible axes and their sizes, slowest first; their product is the size
         self._axes: dict[str, tuple[str, ...]] = {name: (name,) for name in axes}  # the factors of every axis, by name
-        self._suffix = ""  # the call of `refine` in the repr
+        self._is_refined = False
+        self._text = f"Mesh({', '.join(f'{name}={size}' for name, size in axes.items())})"  # all that defines it
 
     @property
     def size(self) -> int:
@@ -105,7 +106,7 @@ class Mesh:
 
         Source: HybridFlow's zero-redundancy grouping, arXiv 2409.19256 section 5.
         """
-        if self._suffix:
+        if self._is_refined:
             raise MeshError(f"{self!r} is already refined; refine {Mesh(**self._shape)!r} instead")
         wanted = {"pp": gen_pp, "tp": gen_tp}
         for axis, size in wanted.items():
@@ -129,7 +130,7 @@ class Mesh:
         made = [axis for axis in self._shape if axis in wanted]
         refined._axes["micro_dp"] = tuple(f"micro_{axis}" for axis in made)
         sizes = ", ".join(f"gen_{axis}={refined._factors[f'gen_{axis}']}" for axis in made)
-        refined._suffix = f".refine({sizes})"
+        refined._is_refined, refined._text = True, f"{self}.refine({sizes})"
         return refined
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -240,23 +241,16 @@ class Mesh:
         return index % size
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mesh) and self._key() == other._key()
+        return isinstance(other, Mesh) and self._text == other._text
 
     def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self._key())
+        return hash(self._text)  # which a string computes once
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name not in ("_table", "_hash")}
-
-    def _key(self) -> tuple[object, ...]:
-        return tuple(self._factors.items()), tuple(self._axes.items())
+        return {name: value for name, value in vars(self).items() if name != "_table"}
 
     def __repr__(self) -> str:
-        return f"Mesh({', '.join(f'{name}={size}' for name, size in self._shape.items())}){self._suffix}"
+        return self._text
 
     def _repr_html_(self) -> str:
         rows = [[rank, *(where[axis] for axis in self.shown_axes)] for rank, where in enumerate(self._table)]
