@@ -71,6 +71,10 @@ class Source(rl.HoldsWeights):
         return {n: (w.full_tensor() if hasattr(w, "full_tensor") else w).clone() for n, w in self.made.items()}
 
     @register(Dispatch.ONE_TO_ALL)
+    def set(self, name, tensor):
+        self.made = {**self.made, name: tensor}
+
+    @register(Dispatch.ONE_TO_ALL)
     def drift(self, rank):
         if self.rank == rank:
             self.made["norm"].add_(1)
@@ -389,6 +393,31 @@ def test_a_shape_that_differs_is_an_error_before_anything_is_sent(source, make_g
     more = make_group(2, Recorder, {**SHAPES, "head": (4,)})
     with pytest.raises(bm.LayoutError, match="the target has a tensor 'head', which the source does not have"):
         rl.WeightSync(source, more)
+
+
+@pytest.mark.backends("inprocess")
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("n_rows", [20, 60])
+def test_a_weight_of_another_shape_than_when_the_sync_was_made_is_refused(make_group, n_rows, delta):
+    source, engine = make_group(1, Source), make_group(2, Recorder)
+    sync = rl.WeightSync(source, engine, delta=delta)
+    sync(version=1)
+    expected = engine.state()[0][0]
+    source.set("layer.weight", torch.ones(n_rows, 40))
+    with pytest.raises(
+        bm.RemoteError,
+        match=rf"'layer\.weight' is float32 of shape \({n_rows}, 40\) on this rank, but .*\(40, 40\); .*a new",
+    ):
+        sync(version=2)
+    for loaded, version, _ in engine.state():
+        assert version == 1 and all(torch.equal(loaded[name], expected[name]) for name in expected)
+    source.set("layer.weight", torch.ones(40, 40, dtype=torch.float64))
+    sync(version=3)  # which casts it
+    assert_has(engine, source, 3)
+    source.set("layer.weight", torch.ones(n_rows, 40))
+    engine = make_group(2, Recorder, {**SHAPES, "layer.weight": (n_rows, 40)})
+    rl.WeightSync(source, engine, delta=delta)(version=4)
+    assert_has(engine, source, 4)
 
 
 def test_options_that_are_no_such_are_errors(source, engine):

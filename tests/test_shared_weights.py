@@ -40,6 +40,10 @@ class Source(rl.HoldsWeights):
             weight.fill_(value)
 
     @register(Dispatch.ONE_TO_ALL)
+    def grow(self, n_rows):
+        self.made["layer"] = torch.full((n_rows, 40), 7.0)
+
+    @register(Dispatch.ONE_TO_ALL)
     def drift(self, rank):
         if self.rank == rank:
             self.made["norm"].add_(1)
@@ -334,3 +338,28 @@ def test_syncs_from_several_threads_follow_each_other(both):
     asyncio.run(asyncio.wait_for(all_of_them(), DEADLINE_S))
     (_, first), (_, second) = both.engine.seen()
     assert first == second
+
+
+@pytest.mark.backends("inprocess")
+@pytest.mark.parametrize("n_rows", [20, 60])
+def test_weights_of_another_shape_than_when_the_sync_was_made_are_refused(pool, n_rows):
+    with together(pool, source=(Source,), target=(Source,), engine=(Reader,)) as roles:
+        roles.source.fill(1.0)
+        syncs = [rl.WeightSync(roles.source, target, share=True) for target in (roles.target, roles.engine)]
+        for sync in syncs:
+            sync(version=1)
+        told = rf"'layer' is float32 of shape \({n_rows}, 40\) on this rank, but .* float32 of shape \(40, 40\); .*a new"
+        roles.target.grow(n_rows)
+        with pytest.raises(bm.RemoteError, match=told):
+            syncs[0](version=2)
+        assert roles.target.seen() == [({1.0, 7.0}, 1)] * 2
+        roles.target.grow(40)
+        roles.source.grow(n_rows)
+        for sync in syncs:
+            with pytest.raises(bm.RemoteError, match=told):
+                sync(version=2)
+        assert roles.target.seen() == [({1.0, 7.0}, 1)] * 2
+        assert roles.engine.seen() == [({1.0}, 1)] * 2
+        roles.target.grow(n_rows)
+        rl.WeightSync(roles.source, roles.target, share=True)(version=3)
+        assert roles.target.seen() == [({1.0, 7.0}, 3)] * 2

@@ -472,3 +472,51 @@ def test_every_bit_of_a_tensor_counts_in_its_checksum(n, dtype):
     assert sums.count(sums[0]) == 1
     for some in tensor[1:], tensor.expand(3, n).T:
         assert checksums([some]) == checksums([some.clone(memory_format=torch.contiguous_format)])
+
+
+class Remade(rl.HoldsWeights):
+    """A model that can be made again with other rows, or in another dtype."""
+
+    def __init__(self, value):
+        self.make(value)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def make(self, value, n_rows=4, dtype="float16", rank=None):
+        if rank in (None, self.rank):
+            self.model = nn.Linear(2, n_rows, dtype=getattr(torch, dtype)).requires_grad_(False)
+            for weight in self.model.parameters():
+                nn.init.constant_(weight, value)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def seen(self):
+        return {value for weight in self.weights().values() for value in weight.flatten().tolist()}, (
+            self.weights_version
+        )
+
+
+CHANGES = {
+    "of another dtype": {"dtype": "bfloat16"},
+    "of more rows": {"n_rows": 6},
+    "of fewer rows": {"n_rows": 2},
+    "on one rank": {"n_rows": 6, "rank": 1},
+}
+
+
+@pytest.mark.parametrize("is_blocking", [True, False])
+@pytest.mark.parametrize("is_source", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_has_changed_since_a_sync_was_made_is_refused(change, is_source, is_blocking):
+    with bm.ResourcePool([2], backend="inprocess") as pool, bm.ResourcePool([2], backend="inprocess") as other:
+        trainer, rollout = bm.WorkerGroup(pool, Remade, 1.0), bm.WorkerGroup(other, Remade, 0.0)
+        sync = rl.WeightSync(trainer, rollout, bucket_nbytes=8, is_compared=False)
+        sync(version=1)
+        (trainer if is_source else rollout).make(2.0, **CHANGES[change])
+        before = rollout.seen()
+        told = r"weight '(weight|bias)' is .*float16 of shape .* but .* made for one that is float16 of shape \(4.*a new"
+        with pytest.raises(bm.RemoteError, match=told):
+            sync(version=2) if is_blocking else sync.submit(version=2).result()
+        assert rollout.seen() == before
+        for group in (trainer, rollout):
+            group.make(3.0, **{**CHANGES[change], "rank": None})
+        rl.WeightSync(trainer, rollout)(version=3)
+        assert rollout.seen() == [({3.0}, 3)] * 2

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from bandmaster import Future, UsageError, concat
 from bandmaster.rl.engine_weights.packing import Piece
-from bandmaster.rl.layout import Layout
+from bandmaster.rl.layout import Layout, Spec
 from bandmaster.rl.resharding import Move, Resharding, reshard
 
 N_BUCKETS = 2  # in transit at a time
@@ -65,11 +65,13 @@ class GroupSync:
     def _move(self, index: int, sync: int) -> Future[Any]:
         """Submit the calls that send and stage a bucket; with the first one, compare replicas."""
         bucket = _Bucket.of(self.plan, self._buckets[index])
-        arguments: list[Any] = [bucket.outgoing]
+        arguments: list[Any] = [bucket.outgoing, bucket.specs]
         if index == 0:
             arguments += compared(self._source, self._replicas)
         rows = self._source.send_weights.submit(*arguments)[bucket.by_receiver]
-        received: Future[Any] = self._target.receive_weights.submit(rows, bucket.incoming, sync, index == 0)
+        received: Future[Any] = self._target.receive_weights.submit(
+            rows, bucket.incoming, bucket.specs, sync, index == 0
+        )
         return received
 
 
@@ -139,11 +141,13 @@ class _Bucket(NamedTuple):
         outgoing: By sender, the pieces of each row that it makes.
         incoming: By receiver and sender, the pieces that the receiver gets, which make up a row.
         by_receiver: The numbers of the rows of all senders that the receivers get, one from each sender.
+        specs: The whole tensors of which these are pieces, by name.
     """
 
     outgoing: list[list[tuple[Piece, ...]]]
     incoming: list[list[tuple[Piece, ...]]]
     by_receiver: list[int]
+    specs: dict[str, Spec]
 
     @classmethod
     def of(cls, plan: Resharding, moves: Sequence[Move]) -> _Bucket:
@@ -156,4 +160,5 @@ class _Bucket(NamedTuple):
         outgoing = [list(dict.fromkeys(of_receiver[s] for of_receiver in incoming)) for s in senders]
         first = list(accumulate(map(len, outgoing), initial=0))
         numbers = [{row: first[s] + i for i, row in enumerate(outgoing[s])} for s in senders]
-        return cls(outgoing, incoming, [numbers[s][incoming[r][s]] for r in receivers for s in senders])
+        by_receiver = [numbers[s][incoming[r][s]] for r in receivers for s in senders]
+        return cls(outgoing, incoming, by_receiver, {move.name: plan.target.tensors[move.name] for move in moves})

@@ -24,7 +24,7 @@ from bandmaster import UsageError, Worker
 from bandmaster.rl.exchange import Pieces, exchange
 from bandmaster.rl.interrupts import uninterrupted
 from bandmaster.rl.layout import Box
-from bandmaster.rl.local_tensors import layout_of_ranks, local_tensor, tensor_specs, tensors_of
+from bandmaster.rl.local_tensors import layout_of_ranks, local_tensor, spec_text, tensor_specs, tensors_of
 from bandmaster.rl.meshes import start_torch_distributed
 from bandmaster.rl.resharding import Resharding, reshard
 
@@ -156,8 +156,8 @@ class HybridEngine:
                 before = box.shape, layout.tensors[name][1]
                 if name not in now or (kind == "training" and now[name] != before):
                     raise UsageError(
-                        f"tensor {name!r} of the {kind} model is {_text(now.get(name))} on this rank, and was "
-                        f"{_text(before)} when the engine was made; make a new HybridEngine"
+                        f"tensor {name!r} of the {kind} model is {spec_text(now.get(name))} on this rank, and was "
+                        f"{spec_text(before)} when the engine was made; make a new HybridEngine"
                     )
         uses = Counter(tensor.untyped_storage().data_ptr() for tensor in self._training.values())
         self._lent = {name for name, box in self._wanted.items() if self._can_be_lent(name, box, uses)} - self._shared
@@ -218,7 +218,3 @@ def _near(worker: Worker) -> Sequence[Sequence[int]]:
     """The groups of ranks that prefer to exchange weights among themselves."""
     is_refined = "micro_dp" in worker.mesh.axis_names
     return worker.mesh.groups("micro_dp") if is_refined else [range(worker.world_size)]
-
-
-def _text(spec: tuple[tuple[int, ...], str] | None) -> str:
-    return "missing" if spec is None else f"{spec[1]} of shape {spec[0]}"

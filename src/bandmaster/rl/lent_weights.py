@@ -27,7 +27,7 @@ from weakref import WeakValueDictionary
 from bandmaster import UsageError, Worker
 from bandmaster.rl.engine_weights.staged import Place
 from bandmaster.rl.layout import Box, Layout, Spec
-from bandmaster.rl.local_tensors import tensor_specs
+from bandmaster.rl.local_tensors import own_boxes, tensor_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +84,7 @@ class LentWeights(Mapping[str, "Tensor"]):
     Args:
         sync: Identifies the sync for which they are lent.
         tensors: The parts, where they lie.
-        boxes: The rectangles that they are.
+        weights: The weights of which they are this rank's parts.
         is_apart: Whether processes read them that are not this one, so that they have to be on a GPU.
 
     Raises:
@@ -92,12 +92,15 @@ class LentWeights(Mapping[str, "Tensor"]):
 
     Attributes:
         specs: Shape and dtype of each part, by name.
+        whole: Those of the weights.
+        boxes: The rectangles that the parts are.
     """
 
     def __init__(
-        self, sync: int, tensors: Mapping[str, Tensor], boxes: Mapping[str, Box], is_apart: bool = False
+        self, sync: int, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor], is_apart: bool = False
     ) -> None:
-        self.sync, self.boxes, self._tensors = sync, dict(boxes), dict(tensors)
+        self.sync, self._tensors = sync, dict(tensors)
+        self.whole, self.boxes = tensor_specs(weights), own_boxes(weights)
         self.specs: dict[str, Spec] = tensor_specs(tensors)
         self._handles = _handles_of(self._tensors) if is_apart else {}
         self._key = randbits(63)

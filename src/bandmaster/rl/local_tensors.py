@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from bandmaster import UsageError
-from bandmaster.rl.layout import Box, Layout
+from bandmaster.rl.layout import Box, Layout, Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,9 +27,39 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return found
 
 
-def tensor_specs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+def tensor_specs(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
     """The shape of each whole tensor, and its dtype by torch's name such as ``"bfloat16"``, by name."""
     return {name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()}
+
+
+def spec_text(spec: Spec | None) -> str:
+    """A spec, or the lack of one, as messages say it."""
+    return "missing" if spec is None else f"{spec[1]} of shape {spec[0]}"
+
+
+def chosen_weights(
+    weights: Mapping[str, Tensor], names: Iterable[str], specs: Mapping[str, Spec], is_cast: bool = False
+) -> dict[str, Tensor]:
+    """Choose weights by name, which have to be as they were when the sync was made.
+
+    Args:
+        weights: The weights of this rank now.
+        names: Those to choose.
+        specs: The whole tensors that the sync moves.
+        is_cast: Whether the sync casts them, so that their dtypes may differ.
+
+    Raises:
+        UsageError: One is missing, or has another shape or dtype.
+    """
+    chosen = {name: weights[name] for name in names if name in weights}
+    now, compared = tensor_specs(chosen), slice(1 if is_cast else 2)
+    for name in names:
+        if now.get(name, ())[compared] != specs.get(name, ())[compared]:
+            raise UsageError(
+                f"weight {name!r} is {spec_text(now.get(name))} on this rank, but this rl.WeightSync was made for one "
+                f"that is {spec_text(specs.get(name))}; nothing was changed here: make a new rl.WeightSync"
+            )
+    return chosen
 
 
 def own_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Box]:

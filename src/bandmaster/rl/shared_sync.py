@@ -70,13 +70,12 @@ class SharedSync:
             refuse_in_flight(in_flight)
         with self._one_at_a_time:
             sync = randbits(63)
-            dtypes = {name: dtype for name, (_, dtype) in self.plan.source.tensors.items()}
             for error in self._ask("takes_weights", lambda _: ()) if self._is_engine else ():
                 raise error  # before an engine is touched, as none keeps a copy
             try:
-                lent = self._source.lend_weights(
-                    self._names, self._are_apart, dtypes, sync, *compared(self._source, self._replicas)
-                )
+                replicas = compared(self._source, self._replicas)
+                specs = self.plan.target.tensors
+                lent = self._source.lend_weights(self._names, self._are_apart, specs, sync, *replicas)
                 try:
                     died = self._use(lent, version, in_flight or "keep")
                 except BaseException:

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bandmaster import Broadcast, Concat, Dispatch, PerRank, Split, TransferProtocol, UsageError, register, report
 from bandmaster.host_memory import empty_like, to_host
 from bandmaster.rl.engine_weights.packing import Piece
-from bandmaster.rl.engine_weights.source import NO_REPLICAS, PacksWeights
+from bandmaster.rl.engine_weights.source import ARGUMENTS, FROM_RANKS, NO_REPLICAS, PacksWeights
 from bandmaster.rl.exchange import fill, pack
-from bandmaster.rl.layout import Box
+from bandmaster.rl.layout import Box, Spec
 from bandmaster.rl.lent_weights import LentWeights, wait_for_copies
-from bandmaster.rl.local_tensors import local_tensor, own_boxes, tensor_specs
+from bandmaster.rl.local_tensors import chosen_weights, local_tensor, own_boxes, tensor_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,15 +60,16 @@ class HoldsWeights(PacksWeights):
         return weights
 
     @register(Dispatch.ONE_TO_ALL)
-    def weights_layout(self) -> tuple[dict[str, tuple[tuple[int, ...], str]], dict[str, Box]]:
+    def weights_layout(self) -> tuple[dict[str, Spec], dict[str, Box]]:
         """Shapes and dtypes of the whole tensors, and the rectangles that this rank has."""
         weights = self.weights()
         return tensor_specs(weights), own_boxes(weights)
 
-    @register(TransferProtocol(PerRank(), Concat("rank")), arguments={"checksums": Broadcast(), "replicas": PerRank()})
+    @register(FROM_RANKS, arguments=ARGUMENTS)
     def send_weights(
         self,
         outgoing: Sequence[Sequence[Piece]],
+        specs: Mapping[str, Spec],
         checksums: Sequence[Mapping[str, int]] = (),
         replicas: Mapping[str, int] = NO_REPLICAS,
     ) -> list[Tensor]:
@@ -76,16 +77,17 @@ class HoldsWeights(PacksWeights):
 
         Args:
             outgoing: The pieces of each row.
+            specs: The whole tensors of which these are pieces, by name.
             checksums: For each rank, the checksums of its tensors by name.
             replicas: The first rank that has the same part of a tensor, by the name of the tensor.
 
         Raises:
-            UsageError: A tensor's checksum differs from that of the other rank.
+            UsageError: A tensor's checksum differs from that of the other rank, or its shape or dtype from its spec.
         """
         import torch
 
         self.check_replicas(checksums, replicas)
-        weights, boxes = self._weights_of(outgoing)
+        weights, boxes = self._weights_of(outgoing, specs)
         rows, nothing = [], torch.empty(0, dtype=torch.uint8)
         for pieces in outgoing:
             parts = [local_tensor(weights[name])[box.slices(boxes[name])] for name, box in pieces]
@@ -94,16 +96,22 @@ class HoldsWeights(PacksWeights):
 
     @register(
         TransferProtocol(Split("rank"), Concat("rank")),
-        arguments={"incoming": PerRank(), "sync": Broadcast(), "is_first": Broadcast()},
+        arguments={"incoming": PerRank(), "specs": Broadcast(), "sync": Broadcast(), "is_first": Broadcast()},
     )
     def receive_weights(
-        self, rows: list[Tensor], incoming: Sequence[Sequence[Piece]], sync: int, is_first: bool
+        self,
+        rows: list[Tensor],
+        incoming: Sequence[Sequence[Piece]],
+        specs: Mapping[str, Spec],
+        sync: int,
+        is_first: bool,
     ) -> list[int]:
         """Stage the pieces that each sender has sent to this rank; the first bucket of a sync discards earlier ones.
 
         Args:
             rows: One row from each sender.
             incoming: The pieces of each row.
+            specs: The whole tensors of which these are pieces, by name.
             sync: Identifies the sync.
             is_first: Whether this is its first bucket.
 
@@ -111,12 +119,13 @@ class HoldsWeights(PacksWeights):
             One row, ``sync``, which shows that the bucket is staged.
 
         Raises:
-            UsageError: This rank has not staged the earlier buckets of the sync.
+            UsageError: This rank has not staged the earlier buckets of the sync, or a tensor has another shape or dtype
+                than its spec.
         """
         if is_first:
             self._staged = _Staged(sync, {})
         staged = self._staged_by(sync)
-        weights, boxes = self._weights_of(incoming)
+        weights, boxes = self._weights_of(incoming, specs)
         for row, pieces in zip(rows, incoming, strict=True):
             data = row.split([box.size * weights[name].itemsize for name, box in pieces])
             for (name, box), piece in zip(pieces, data, strict=True):
@@ -150,10 +159,15 @@ class HoldsWeights(PacksWeights):
         Args:
             lent: The weights, of which this rank may need a part.
             version: The new ``weights_version``.
+
+        Raises:
+            UsageError: A weight has another shape than the lent one.
         """
         if lent is None:
             return
-        boxes = {name: box for name, box in own_boxes(self.weights()).items() if box.size}
+        weights = self.weights()
+        boxes = {name: box for name, box in own_boxes(weights).items() if box.size}
+        chosen_weights(weights, boxes, lent.whole, is_cast=True)
         parts = {name: lent[name][box.slices(lent.boxes[name])] for name, box in boxes.items()}
         try:
             self._use_whole(parts, version)
@@ -193,8 +207,9 @@ class HoldsWeights(PacksWeights):
                 report(self, version=version)
         self._staged = None
 
-    def _weights_of(self, pieces: Iterable[Iterable[Piece]]) -> tuple[dict[str, Tensor], dict[str, Box]]:
+    def _weights_of(
+        self, pieces: Iterable[Iterable[Piece]], specs: Mapping[str, Spec]
+    ) -> tuple[dict[str, Tensor], dict[str, Box]]:
         """The tensors to which some pieces belong, and the rectangles of them that this rank has."""
-        weights, names = self.weights(), {name for some in pieces for name, _ in some}
-        chosen = {name: weights[name] for name in names}
+        chosen = chosen_weights(self.weights(), {name for some in pieces for name, _ in some}, specs)
         return chosen, own_boxes(chosen)

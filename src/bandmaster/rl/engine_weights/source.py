@@ -10,8 +10,9 @@ from bandmaster import Broadcast, Concat, Dispatch, PerRank, TransferProtocol, U
 from bandmaster.host_memory import to_host
 from bandmaster.rl.checksums import checksums
 from bandmaster.rl.engine_weights.packing import Packed, Piece, pack_pieces
+from bandmaster.rl.layout import Spec
 from bandmaster.rl.lent_weights import LentWeights, Memory
-from bandmaster.rl.local_tensors import local_tensor, own_boxes
+from bandmaster.rl.local_tensors import chosen_weights, local_tensor, own_boxes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 NO_REPLICAS: Mapping[str, int] = MappingProxyType({})
 FROM_RANKS = TransferProtocol(PerRank(), Concat("rank"))
 ARGUMENTS: Mapping[str, Broadcast | PerRank] = {
-    "dtypes": Broadcast(),
+    "specs": Broadcast(),
     "checksums": Broadcast(),
     "replicas": PerRank(),
 }
@@ -47,7 +48,7 @@ class PacksWeights(Worker):
     def snapshot_weights(
         self,
         outgoing: Sequence[Piece],
-        dtypes: Mapping[str, str],
+        specs: Mapping[str, Spec],
         sync: int,
         base: int | None,
         checksums: Sequence[Mapping[str, int]] = (),
@@ -57,7 +58,7 @@ class PacksWeights(Worker):
 
         Args:
             outgoing: All pieces that this rank sends.
-            dtypes: The dtype to send each tensor in, by name.
+            specs: The whole tensors in the dtypes in which to send them, by name.
             sync: Identifies the sync.
             base: The earlier sync whose snapshot is kept as well; others are dropped.
             checksums: For each rank, the checksums of its tensors by name.
@@ -67,11 +68,11 @@ class PacksWeights(Worker):
             One row, ``sync``.
 
         Raises:
-            UsageError: A tensor's checksum differs from that of the other rank.
+            UsageError: A tensor's checksum differs from that of the other rank, or its shape from its spec.
         """
         self.check_replicas(checksums, replicas)
         self._snapshots = {number: kept for number, kept in self._snapshots.items() if number == base}
-        kept, weights = self._cast(outgoing, dtypes), self.weights()
+        kept, weights = self._cast(outgoing, specs), self.weights()
         own = {local_tensor(weights[name]).untyped_storage().data_ptr() for name, _ in outgoing}
         snapshot = {
             piece: one.clone() if one.untyped_storage().data_ptr() in own else one for piece, one in kept.items()
@@ -83,7 +84,7 @@ class PacksWeights(Worker):
     def pack_weights(
         self,
         outgoing: Sequence[Piece],
-        dtypes: Mapping[str, str],
+        specs: Mapping[str, Spec],
         checksums: Sequence[Mapping[str, int]] = (),
         replicas: Mapping[str, int] = NO_REPLICAS,
     ) -> list[Packed]:
@@ -91,15 +92,15 @@ class PacksWeights(Worker):
 
         Args:
             outgoing: The pieces.
-            dtypes: The dtype to send each tensor in, by name.
+            specs: The whole tensors in the dtypes in which to send them, by name.
             checksums: For each rank, the checksums of its tensors by name.
             replicas: The first rank that has the same part of a tensor, by the name of the tensor.
 
         Raises:
-            UsageError: A tensor's checksum differs from that of the other rank.
+            UsageError: A tensor's checksum differs from that of the other rank, or its shape from its spec.
         """
         self.check_replicas(checksums, replicas)
-        return [pack_pieces((tensor, None) for tensor in self._cast(outgoing, dtypes).values())]
+        return [pack_pieces((tensor, None) for tensor in self._cast(outgoing, specs).values())]
 
     @register(FROM_RANKS, arguments=SYNCS)
     def pack_snapshot(self, outgoing: Sequence[Piece], sync: int, base: int | None) -> list[Packed]:
@@ -131,7 +132,7 @@ class PacksWeights(Worker):
         self,
         names: Sequence[str],
         is_apart: bool,
-        dtypes: Mapping[str, str],
+        specs: Mapping[str, Spec],
         sync: int,
         checksums: Sequence[Mapping[str, int]] = (),
         replicas: Mapping[str, int] = NO_REPLICAS,
@@ -141,22 +142,21 @@ class PacksWeights(Worker):
         Args:
             names: The weights.
             is_apart: Whether other processes read them.
-            dtypes: The dtype in which to lend each, by name; one of another dtype is lent as a copy.
+            specs: The whole tensors in the dtypes in which to lend them; one of another dtype is lent as a copy.
             sync: Identifies the sync.
             checksums: For each rank, the checksums of its tensors by name.
             replicas: The first rank that has the same part of a tensor, by the name of the tensor.
 
         Raises:
-            UsageError: A tensor's checksum differs from that of the other rank; or another process is to read one that
-                is not on a GPU.
+            UsageError: A tensor's checksum differs from that of the other rank, or its shape from its spec; or another
+                process is to read one that is not on a GPU.
         """
         import torch
 
         self.check_replicas(checksums, replicas)
-        weights = self.weights()
-        found = {name: weights[name] for name in names}
-        parts = {name: local_tensor(weight).detach().to(getattr(torch, dtypes[name])) for name, weight in found.items()}
-        lent = LentWeights(sync, parts, own_boxes(found), is_apart)
+        weights = chosen_weights(self.weights(), names, specs, is_cast=True)
+        parts = {name: local_tensor(one).detach().to(getattr(torch, specs[name][1])) for name, one in weights.items()}
+        lent = LentWeights(sync, parts, weights, is_apart)
         self._loans = {**self._loans, sync: lent}
         return [lent]
 
@@ -187,17 +187,17 @@ class PacksWeights(Worker):
         ]
         return f" ({', '.join(axes)})" if axes else ""
 
-    def _cast(self, outgoing: Sequence[Piece], dtypes: Mapping[str, str]) -> dict[Piece, Tensor]:
+    def _cast(self, outgoing: Sequence[Piece], specs: Mapping[str, Spec]) -> dict[Piece, Tensor]:
         """Pieces of the weights in other dtypes, contiguous, on the CPU; they may share memory with the weights."""
         import torch
 
-        weights = self.weights()
-        boxes = own_boxes({name: weights[name] for name, _ in outgoing})
+        weights = chosen_weights(self.weights(), {name for name, _ in outgoing}, specs, is_cast=True)
+        boxes = own_boxes(weights)
         return {
             (name, box): to_host(
                 local_tensor(weights[name])
                 .detach()[box.slices(boxes[name])]
-                .to(getattr(torch, dtypes[name]))
+                .to(getattr(torch, specs[name][1]))
                 .contiguous()
             )
             for name, box in outgoing

@@ -88,7 +88,6 @@ class EngineSync(Restores):
         given, said = layout_of(source, from_ranks), target.expected_weights.all().result()
         self.plan = plan_into_engines(given, said, target.name)
         self.specs = self.plan.target.tensors
-        self._dtypes = {name: dtype for name, (_, dtype) in self.specs.items()}
         super().__init__(target, len(said), bucket_nbytes)
         self._buckets = [
             [tuple((m.name, m.box) for m in moves if m.sender == s) for s in range(given.n_ranks)]
@@ -163,7 +162,7 @@ class EngineSync(Restores):
             n_ranks = self.plan.source.n_ranks
             pieces = [[piece for bucket in self._buckets for piece in bucket[rank]] for rank in range(n_ranks)]
             kept = self.source.snapshot_weights.submit(
-                pieces, self._dtypes, sync, base, *compared(self.source, self._replicas)
+                pieces, self.specs, sync, base, *compared(self.source, self._replicas)
             )
             return Begun(sync, [kept])
         if not is_all:
@@ -269,7 +268,7 @@ class EngineSync(Restores):
         if self._is_kept:
             return self.source.pack_snapshot.submit(bucket, sync, base)
         more = compared(self.source, self._replicas) if is_first else []
-        return self.source.pack_weights.submit(bucket, self._dtypes, *more)
+        return self.source.pack_weights.submit(bucket, self.specs, *more)
 
     def _without_dead(self, found: Iterable[int], errors: Mapping[int, BaseException]) -> list[int]:
         """The replicas that have answered.
