@@ -829,6 +829,28 @@ def test_healing_has_ended_when_all_replicas_are_replaced(source, mortal):
     assert not set(before) & set(engine.process())
 
 
+@pytest.mark.backends("local")
+def test_a_death_is_waited_for_before_its_replacement_has_begun(source, mortal):
+    engine, may_go_on = mortal, threading.Event()
+    engine.on_death(lambda _: may_go_on.wait(DEADLINE_S))  # the replacement begins in the same thread after it
+    sync = rl.WeightSync(source, engine, heals=True)
+    sync(version=1)
+    os.kill(engine.process()[0], signal.SIGKILL)
+    sync(version=2)  # of the other replica
+    assert not sync.wait_until_healed(0.01)
+    waited = threading.Thread(target=may_go_on.set)
+    waited.start()
+    assert sync.wait_until_healed(DEADLINE_S)
+    waited.join()
+    assert_has(engine, source, 2)
+    may_go_on.clear()
+    os.kill(engine.process()[1], signal.SIGKILL)
+    sync(version=3)
+    engine.close()
+    assert sync.wait_until_healed(DEADLINE_S), "there is nothing to replace any more"
+    may_go_on.set()
+
+
 class Fragile(Recorder):
     """An engine whose constructor fails while a file is there."""
 

@@ -37,6 +37,9 @@ class WeightSync:
     If the weights come in several buckets, and another thread has a method change the weights of the source during a
     sync, the receivers may get buckets of both versions.
 
+    A sync is for weights of the shapes that they had when it was made, and between models of the same dtypes. One that
+    finds others on a rank fails, and changes nothing there; make a new one.
+
     **Engines.** Each replica gets whole tensors, by the names and in the dtypes that its loader expects, to which the
     source casts them. They are staged in memory beside the running engine, with a checksum of each. When all replicas
     have all of them, each one pauses, loads them, forgets what was cached of prompts, and goes on. If one cannot load
@@ -147,6 +150,7 @@ class WeightSync:
             WorkerDied: A worker died. The other receivers have the old weights. If it died as the receivers changed to
                 the new ones, they have all the new or all the old ones: ``weights_version`` says which.
             UsageError: ``in_flight`` is given for a group that is no engine.
+            RemoteError: A weight has another shape than when the sync was made, or between models another dtype.
             Exception: All errors of calls. Receivers have the old weights; see ``share`` for the exception.
         """
         self._sync.run(version, in_flight)
@@ -188,7 +192,9 @@ class WeightSync:
             engines.restore(replica)
 
     def wait_until_healed(self, timeout: float | None = None) -> bool:
-        """Wait until no replica is being replaced. Returns False if that takes longer than ``timeout`` seconds.
+        """Wait until no replica is being replaced, or is known to have died.
+
+        Returns False if that takes longer than ``timeout`` seconds.
 
         Raises:
             BandmasterError: A replica could not be replaced.

@@ -6,17 +6,19 @@ no rows would come from the peers.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Sequence
 
-from bandmaster import BandmasterError, ClosedError, UsageError, WorkerDied
+from bandmaster import ClosedError, UsageError, WorkerDied
 from bandmaster.rl.engine_weights.peers import Restores
 from bandmaster.rl.engine_weights.target import AwaitWeights
 
 LOG = logging.getLogger("bandmaster.rl")
 N_TRIES = 3
+LOOK_S = 0.1  # polling interval for a death whose replacement has not begun
 
 
 class Healing:
@@ -34,16 +36,27 @@ class Healing:
         sync.on_engine_death = lambda replica, error: self._begin([replica], str(error.__cause__))
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until no replica is being replaced. Returns False if the time is over before.
+        """Wait until no replica is being replaced, or known to have died. Returns False if the time is over before.
 
         Raises:
             BandmasterError: A replica could not be replaced.
         """
-        with self._sync.has_healed:
-            is_whole = self._sync.has_healed.wait_for(lambda: not self._sync.n_healing, timeout)
-        if is_whole and self._error is not None:
+        begun = time.monotonic()
+        while self._awaits_replacement() or self._sync.n_healing:
+            left_s = LOOK_S if timeout is None else min(LOOK_S, begun + timeout - time.monotonic())
+            if left_s <= 0:
+                return False
+            with self._sync.has_healed:
+                self._sync.has_healed.wait(left_s)
+        if self._error is not None:
             raise self._error
-        return is_whole
+        return True
+
+    def _awaits_replacement(self) -> bool:
+        """Whether a rank is known to have died, which is replaced as soon as the callbacks of its death run."""
+        with contextlib.suppress(ClosedError):
+            return self._error is None and not self._group.healthy and bool(self._group.workers)
+        return False
 
     def _begin(self, ranks: Sequence[int], why: str) -> None:
         with self._sync.has_healed:
@@ -59,7 +72,7 @@ class Healing:
                 told = self._replace(ranks[0])
         except ClosedError:
             return
-        except BandmasterError as error:
+        except Exception as error:
             self._error = error
             LOG.error("%s, and could not be replaced: %s", which, error)
         else:
