@@ -68,7 +68,7 @@ class Source(rl.HoldsWeights):
 
     @register(Dispatch.ONE_TO_ALL)
     def whole(self):
-        return {n: (w.full_tensor() if hasattr(w, "full_tensor") else w).clone() for n, w in self.made.items()}
+        return {n: (w.full_tensor() if hasattr(w, "full_tensor") else w).clone() for n, w in self.weights().items()}
 
     @register(Dispatch.ONE_TO_ALL)
     def set(self, name, tensor):
@@ -85,6 +85,13 @@ class Source(rl.HoldsWeights):
 
     def on_replace(self, rank, state):
         pass
+
+
+class Rotary(Source):
+    """Has tensors that torch conjugates and negates only when they are read."""
+
+    def weights(self):
+        return {"angles": self.made["angles"].conj(), "sines": self.made["angles"].conj().imag}
 
 
 class Recorder(rl.Engine):
@@ -245,6 +252,20 @@ def test_changes_take_few_bytes(share):
     assert found.nbytes < 2 * new.nbytes * share * 1.05, "at most two bytes for a step"
     patch(old, found)
     assert np.array_equal(old, new)
+
+
+@pytest.mark.backends("inprocess")
+@pytest.mark.parametrize("delta", [False, True])
+def test_conjugate_and_negated_weights_come_to_engines(make_group, delta):
+    angles = torch.polar(torch.ones(64), torch.arange(64.0))
+    source, engine = make_group(1, Rotary, {}), make_group(1, Recorder, {})
+    source.set("angles", angles)
+    sync = rl.WeightSync(source, engine, delta=delta)
+    for version in (1, 2):
+        sync(version=version)
+        assert_has(engine, source, version)
+        angles[3] += 1
+        source.set("angles", angles)
 
 
 def test_pieces_that_differ_from_what_was_sent_are_an_error():

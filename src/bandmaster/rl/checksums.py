@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from bandmaster.rl.exchange import bytes_of
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -38,7 +40,7 @@ def _columns(tensor: Tensor) -> Tensor:
     """The sums of a tensor's 8-byte words in columns, modulo 2⁶⁴: int64 (`N_COLUMNS`,)."""
     import torch
 
-    data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    data = bytes_of(tensor)
     n_in_words = len(data) // 8 * 8
     words = data[:n_in_words]
     if words.storage_offset() % 8:

@@ -65,12 +65,18 @@ def pack(pieces: Sequence[Tensor]) -> Tensor:
     is_here = device.type == "cpu"
     packed = empty(sum(nbytes)) if is_here else torch.empty(sum(nbytes), dtype=torch.uint8, device=device)
     for place, piece in zip(packed.split(nbytes), pieces, strict=True):
-        data = piece.detach()
         if place.storage_offset() % piece.itemsize:  # after a piece of another dtype
-            place.copy_(data.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8))
+            place.copy_(bytes_of(piece))
         else:
-            place.view(piece.dtype).view(piece.shape).copy_(data)
+            place.view(piece.dtype).view(piece.shape).copy_(piece.detach())
     return packed
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor's elements, uint8 (bytes,): shared with a contiguous tensor, unless it is a lazy view."""
+    import torch
+
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def fill(place: Tensor, data: Tensor) -> None:

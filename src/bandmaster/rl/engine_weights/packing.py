@@ -9,6 +9,7 @@ from bandmaster import UsageError
 from bandmaster.host_memory import empty
 from bandmaster.rl.checksums import checksums
 from bandmaster.rl.engine_weights.changes import STEPS, Changes, changes, patch
+from bandmaster.rl.exchange import bytes_of
 from bandmaster.rl.layout import Box
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def pack_pieces(pieces: Iterable[tuple[Tensor, Tensor | None]]) -> Packed:
         found = None if old is None else changes(_integers(old).numpy(), _integers(tensor).numpy())
         if found is None:
             parts.append(Part(checksum))
-            data.append(_bytes(tensor))
+            data.append(bytes_of(tensor))
         else:
             parts.append(Part(checksum, len(found.values), found.steps.itemsize))
             data += [torch.from_numpy(array.view("uint8")) for array in found]
@@ -113,16 +114,9 @@ def unpack_pieces(packed: Packed, pieces: Sequence[Piece], place_of: Callable[[P
         )
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    import torch
-
-    return tensor.reshape(-1).view(torch.uint8)
-
-
 def _integers(tensor: Tensor) -> Tensor:
     """The elements of a contiguous tensor as integers of the same size, or as pairs of them: (elements,)."""
     import torch
 
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    return flat.view(kinds[tensor.itemsize])
+    return bytes_of(tensor).view(kinds[tensor.itemsize])
