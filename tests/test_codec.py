@@ -118,6 +118,9 @@ ALIKE = {  # dtypes that are equal, and yet not the same
     "record": np.dtype((np.record, RECORDS)),
     "metadata": np.dtype(RECORDS, metadata={"unit": "m"}),
     "other metadata": np.dtype(RECORDS, metadata={"unit": "s"}),
+    "number": np.dtype("i4"),
+    "number with metadata": np.dtype("i4", metadata={"enum": {"a": 1}}),
+    "number with other metadata": np.dtype("i4", metadata={"enum": {"a": 2}}),
 }
 
 
@@ -133,6 +136,7 @@ def test_a_dtype_of_a_class_that_can_be_imported_nowhere():
         n = 3
 
     assert sent(np.zeros(2, np.dtype((Local, RECORDS))))[0].n == 3
+    assert sent(np.zeros(2, np.dtype("i4", metadata={"kind": Local}))).dtype.metadata["kind"].n == 3
 
 
 # --- torch ------------------------------------------------------------------------------------------------------

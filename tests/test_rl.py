@@ -245,6 +245,16 @@ def test_ctrl_c_as_a_checkpoint_is_waited_for_leaves_it_to_the_next_wait(tmp_pat
     assert checkpoints.numbers() == [1]
 
 
+@pytest.mark.parametrize("number", [-1, 2.0, "4", True, None])
+def test_a_checkpoint_whose_number_would_not_be_found_again_is_refused(tmp_path, number):
+    checkpoints, read = rl.Checkpoints(tmp_path), of_one_weight(0)
+    with pytest.raises(bm.UsageError, match=rf"number .* 0 or more, got {number!r}; pass"):
+        checkpoints.save(number, of_one_weight(1), step=number)
+    assert list(tmp_path.iterdir()) == []
+    checkpoints.save(np.int64(0), of_one_weight(1), step=0)
+    assert checkpoints.load(read, step=7) == {"step": 0} and read.weight.item() == 1
+
+
 def test_checkpoints_that_cannot_be_written_or_are_not_there_are_errors(tmp_path):
     with pytest.raises(bm.UsageError, match="keep must be at least 1, got 0"):
         rl.Checkpoints(tmp_path, keep=0)

@@ -473,6 +473,7 @@ def test_an_open_address_needs_a_key(engine):
         ({"temperature": -1}, "temperature", "a number of 0 or more, got -1"),
         ({"temperature": 10**400}, "temperature", "a number of 0 or more, got 1000"),
         ({"logit_bias": {"1": 10**400}}, "logit_bias", "an object of numbers by token ids"),
+        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias", "an object of numbers by token ids"),
         ({"temperature": "hot"}, "temperature", "got 'hot'"),
         ({"top_p": 0}, "top_p", "above 0"),
         ({"max_tokens": 0}, "max_tokens", "1 or more, got 0"),

@@ -512,7 +512,7 @@ def test_a_model_that_has_changed_since_a_sync_was_made_is_refused(change, is_so
         sync(version=1)
         (trainer if is_source else rollout).make(2.0, **CHANGES[change])
         before = rollout.seen()
-        told = r"weight '(weight|bias)' is .*float16 of shape .* but .* made for one that is float16 of shape \(4.*a new"
+        told = r"weight '(weight|bias)' is .*float16 of shape .* but .* made to move float16 of shape \(4.*a new"
         with pytest.raises(bm.RemoteError, match=told):
             sync(version=2) if is_blocking else sync.submit(version=2).result()
         assert rollout.seen() == before

@@ -18,9 +18,9 @@ def _has_plain_items(dtype: Any) -> bool:
 
 
 def is_bare(array: Any) -> bool:
-    """Whether pickling the array involves no other object. A dtype with fields may refer to a class of the user."""
+    """Whether pickling the array involves no other object. Fields and metadata may refer to classes of the user."""
     dtype = array.dtype
-    return _has_plain_items(dtype) and not dtype.fields
+    return _has_plain_items(dtype) and not (dtype.fields or dtype.metadata)
 
 
 def reduce_array(array: Any) -> Any:
@@ -34,13 +34,13 @@ def reduce_array(array: Any) -> Any:
             order = "F"
         else:
             array = np.ascontiguousarray(array)
-    described = dtype if dtype.fields else _described(dtype)
+    described = dtype if dtype.fields or dtype.metadata else _described(dtype)
     return _rebuild, (_buffer_of(array.T if order == "F" else array), described, array.shape, order)
 
 
 @lru_cache(maxsize=256)
 def _described(dtype: Any) -> Any:
-    """The short form of a dtype without fields, such as ``"<f4"``; the dtype itself if that loses information."""
+    """The short form of a dtype without fields and metadata, such as ``"<f4"``; the dtype itself if that is lossy."""
     return dtype.str if np.dtype(dtype.str) == dtype else dtype
 
 

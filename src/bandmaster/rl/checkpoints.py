@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,17 +122,20 @@ class Checkpoints:
         Collective, if ``torch.distributed`` is initialised. It waits for the checkpoint before this one first.
 
         Args:
-            number: Number of the checkpoint, for example the step; one of the same number is overwritten.
+            number: Number of the checkpoint from 0 on, for example the step; one of the same number is overwritten.
             model: As that of `rl.save`.
             optimizer: As that of `rl.save`.
             **more: As those of `rl.save`.
 
         Raises:
+            UsageError: ``number`` is no whole number of 0 or more.
             RuntimeError: This checkpoint cannot be begun, or the one before could not be written.
         """
         from torch import distributed
         from torch.distributed import checkpoint
 
+        if isinstance(number, bool) or not isinstance(number, Integral) or number < 0:
+            raise UsageError(f"number must be a whole number of 0 or more, got {number!r}; pass the step, as an int")
         self.wait()
         path, is_alone = self._path(number), not distributed.is_initialized()
         if self._group is None and not is_alone:

@@ -56,8 +56,8 @@ def chosen_weights(
     for name in names:
         if now.get(name, ())[compared] != specs.get(name, ())[compared]:
             raise UsageError(
-                f"weight {name!r} is {spec_text(now.get(name))} on this rank, but this rl.WeightSync was made for one "
-                f"that is {spec_text(specs.get(name))}; nothing was changed here: make a new rl.WeightSync"
+                f"weight {name!r} is {spec_text(now.get(name))} on this rank, but this rl.WeightSync was made to move "
+                f"{spec_text(specs.get(name))}; nothing was changed here: make a new rl.WeightSync"
             )
     return chosen
 

@@ -24,8 +24,8 @@ class Turn:
         answer: Those of the answer, int32 (tokens,).
         log_probs: The log-probability of each token of the answer at temperature 1, float32 (tokens,).
         versions: The version of the weights that made each of them, int64 (tokens,).
-        finish_reason: ``"stop"``, ``"length"``, or ``"abort"`` for an answer that was given up, as by a client that
-            hung up.
+        finish_reason: ``"stop"`` or ``"length"``. An answer that was given up, because the client hung up or the
+            engine was told to abort, makes no turn.
         number: The number of the answer among those to one prompt.
     """
 

@@ -20,6 +20,7 @@ from bandmaster.serve.messages import checked_messages, checked_tools
 Body = Mapping[str, Any]
 MOST_CHOICES, MOST_PROMPTS, MOST_TOP, MOST_STOPS = 128, 256, 20, 16
 LARGEST = 1e308  # of a number: JSON has whole ones that no float can hold
+LONGEST = 18  # of a token id, in digits: Python reads no number of thousands
 
 
 def _whole(least: int) -> tuple[Callable[[Any], bool], str]:
@@ -46,7 +47,9 @@ def _is_stop(value: Any) -> bool:
 
 def _is_bias(value: Any) -> bool:
     is_number = _number(-LARGEST, LARGEST)[0]
-    return isinstance(value, dict) and all(k.isdecimal() and is_number(v) for k, v in value.items())
+    return isinstance(value, dict) and all(
+        k.isdecimal() and len(k) <= LONGEST and is_number(v) for k, v in value.items()
+    )
 
 
 TEXT = (lambda v: isinstance(v, str)), "a text"
