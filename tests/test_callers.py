@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 import pickle
+import resource
 import signal
 import threading
 import time
@@ -127,6 +128,21 @@ class Rollout(bm.Worker):
         finally:
             self.inside -= 1
 
+    @register(Dispatch.ONE_TO_ALL)
+    def open_many(self, n):
+        """Have more descriptors open than so many."""
+        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, n + 200), most))
+        self.files = [os.dup(0) for _ in range(n)]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def squeeze(self, n):
+        """Let the process open no more than so many descriptors."""
+        free = [os.dup(0) for _ in range(n + 1)]
+        for fd in free:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
     @register(Dispatch.REQUEST, concurrency=8)
     async def upgrade(self, version):
         bm.report(self, version=version)
@@ -233,6 +249,31 @@ def test_large_values_go_both_ways(agents, n):
 
     for found in agents.do(both, np.arange(n)):
         assert np.array_equal(found, np.arange(n) * 3)
+
+
+@pytest.mark.backends("local")
+def test_large_values_come_from_a_worker_with_many_open_descriptors(backend):
+    def double(rollout, array):
+        return rollout.chat.options(timeout=DEADLINE)(array).result()[1]
+
+    with bm.ResourcePool([1], backend=backend) as first, bm.ResourcePool([1], backend=backend) as second:
+        rollout = bm.WorkerGroup(first, Rollout)
+        rollout.open_many(1024)  # so that the caller's lane has a higher number
+        agents = bm.WorkerGroup(second, Agent, rollout)
+        assert (agents.do(double, np.ones(100_000))[0] == 2).all()
+
+
+@pytest.mark.backends("local")
+def test_a_caller_for_which_a_worker_has_too_few_descriptors_is_told_so(backend):
+    def ask(rollout):
+        with pytest.raises(bm.WorkerDied):
+            rollout.chat.options(timeout=DEADLINE)("a").result()
+
+    with bm.ResourcePool([1], backend=backend) as first, bm.ResourcePool([1], backend=backend) as second:
+        rollout = bm.WorkerGroup(first, Rollout)
+        agents = bm.WorkerGroup(second, Agent, rollout)
+        rollout.squeeze(1)
+        agents.do(ask)
 
 
 def test_calls_of_all_ranks_are_split_and_joined_as_from_the_controller(agents):

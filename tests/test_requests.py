@@ -91,8 +91,8 @@ class Rollout(bm.Worker):
         return self.counted
 
     @register(Dispatch.REQUEST, concurrency=2)
-    async def fail(self, word):
-        raise ValueError(word)
+    async def fail(self, word, n=1):
+        raise ValueError(word * n)
 
     @register(Dispatch.REQUEST, concurrency=2)
     async def unpicklable(self):
@@ -1007,6 +1007,31 @@ def test_a_request_whose_arguments_cannot_be_opened_has_an_error(backend):
         assert futures[1].result(DEADLINE)[1] == "aa"
         group.squeeze(False)
         assert group.change(np.zeros(100_000)).result(DEADLINE).sum() == 100_000
+
+
+@pytest.mark.backends("local")
+def test_requests_of_a_worker_without_descriptors_have_an_error_until_it_has_some(make_group):
+    async def main():
+        return await asyncio.gather(*[group.chat("a") for _ in range(3)], return_exceptions=True)
+
+    group = make_group(1, Rollout)
+    group.squeeze(True)
+    for _ in range(2):
+        errors = asyncio.run(asyncio.wait_for(main(), DEADLINE))
+        assert [(type(error), type(error.__cause__)) for error in errors] == [(bm.RemoteError, OSError)] * 3
+    group.squeeze(False)
+    assert asyncio.run(asyncio.wait_for(main(), DEADLINE)) == [(0, "aa")] * 3
+
+
+@pytest.mark.backends("local")
+def test_a_large_error_of_a_worker_without_descriptors_is_shortened(make_group):
+    group = make_group(1, Rollout)
+    assert group.chat("a").result(DEADLINE) == (0, "aa")
+    group.squeeze(True)
+    with pytest.raises(bm.RemoteError, match="ValueError: xxx") as caught:
+        group.fail("x", 100_000).result(DEADLINE)
+    assert "the rest of this error could not be sent: [Errno 24] Too many open files" in str(caught.value)
+    assert len(str(caught.value)) < 20_000
 
 
 @pytest.mark.parametrize(

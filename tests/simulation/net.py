@@ -441,13 +441,6 @@ class Select:
 
     epoll, poll = Poll, OldPoll
 
-    @staticmethod
-    def select(
-        read: Any, write: Any, other: Any, timeout: float | None = None
-    ) -> tuple[list[int], list[int], list[int]]:
-        assert not (read or other) and timeout == 0, "what the library asks for"
-        return [], [fd for fd in write if _file(fd).events() & OUT], []
-
     def __getattr__(self, name: str) -> Any:
         return getattr(select, name)
 

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import TracebackType
 from typing import Any
@@ -21,6 +21,7 @@ import cloudpickle
 IN_DEBUGGER = "  in a debugger"  # the beginning of the stack of a rank that waits in a debugger
 REPLACED = "ended by the controller, because it is being replaced"  # how a rank has died that gets a new process
 N_LAST_LINES = 90  # of the standard error of a process that died; Ray, C libraries and Python end with long dumps
+N_SHORT = 4000  # characters of a text that has no room for more
 
 
 class FailureKind(Enum):
@@ -112,6 +113,15 @@ class Failure:
         seen = cls.of(error)
         summary = f"the returned value cannot be unpickled in the controller: {seen.summary}"
         return cls(FailureKind.RESULT, summary, seen.traceback, error)
+
+    def shortened(self, why: OSError) -> Failure:
+        """The beginning of this failure, without the exception, where all of it cannot be sent.
+
+        Args:
+            why: The reason, which the traceback ends with.
+        """
+        text = f"{self.traceback[:N_SHORT]}\n(the rest of this error could not be sent: {why})"
+        return replace(self, summary=self.summary[:N_SHORT], traceback=text, exception=None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "exception": _dump(self.exception)}

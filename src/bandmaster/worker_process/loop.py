@@ -24,6 +24,7 @@ from bandmaster.wire.messages import (
     MessageKind,
     ReplyKind,
     header_of,
+    inline,
     read_content,
     read_small_call,
     reply_message,
@@ -165,7 +166,10 @@ class Loop:
         return outcomes.pop()  # the error of a failure refers to this frame
 
     def _reply_with_the_error(self) -> None:
-        """Fail the call during which an error was raised, for example because it was interrupted or memory ran out."""
+        """Fail the call, or all requests of the message, during which an error was raised.
+
+        For example, it was interrupted, memory ran out, or there is no descriptor for the event loop of requests.
+        """
         error, self._error = self._error, None
         self._executor.activity.end()
         assert error is not None, "the caller has looked"
@@ -175,7 +179,12 @@ class Loop:
             kind, number = header_of(self.lane.body)
             if kind >= MessageKind.FENCED:
                 self._failed = number
-            reply(self.lane, number, [self._executor.failure(error)])
+            if kind == MessageKind.CALLER and (caller := self.lane.new_caller()) is not None:
+                caller.hang_up()
+            failure = self._executor.failure(error)
+            numbers = [one[0] for one in read_content(self.lane.body)] if kind == MessageKind.REQUESTS else [number]
+            for number in numbers:
+                reply(self.lane, number, [failure])
             self.lane.body = None
 
     def _wait_at_the_fence(self) -> None:
@@ -267,7 +276,8 @@ def _packed(lane: Lane, outcome: Payload | Rows | Failure | None) -> tuple[int, 
         if isinstance(outcome, Payload):
             part, shared = lane.pack(outcome)
             return ReplyKind.PART, part, (shared,)
-    except OSError as error:
-        outcome = Failure.of(error)
-    part, shared = lane.pack(encode(outcome))
-    return ReplyKind.FAILURE, part, (shared,)
+        part, shared = lane.pack(encode(outcome))
+        return ReplyKind.FAILURE, part, (shared,)
+    except OSError as error:  # there is no memory or no descriptor for a segment
+        failure = outcome.shortened(error) if isinstance(outcome, Failure) else Failure.of(error)
+    return ReplyKind.FAILURE, inline(encode(failure)), ()
