@@ -245,6 +245,23 @@ class Ordered(bm.Worker):
         return self.log
 
 
+class Narrow(Rollout):
+    """Runs one request of each method at a time."""
+
+    @register(Dispatch.REQUEST, concurrency=1)
+    async def total(self, rows, folder=None):
+        if folder is not None:
+            return await self.hold(folder, rows)
+        return int(rows["x"].sum())
+
+    @register(Dispatch.DP_PROTO)
+    def double_later(self, rows, folder):
+        """Return when the file "rows" is there."""
+        while not (folder / "rows").exists():
+            time.sleep(0.001)
+        return {"x": rows["x"] * 2}
+
+
 class Gate:
     """Holds requests until it is opened."""
 
@@ -472,6 +489,51 @@ def test_a_thread_learns_at_once_of_a_place_that_is_free(make_group, monkeypatch
     thread.start()
     thread.join(DEADLINE)
     assert len([future.result(DEADLINE) for future in futures]) == 20
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_request_with_a_callback_gets_a_place_though_its_event_loop_is_stopped_or_busy(
+    group, gate, monkeypatch, is_busy
+):
+    for module in ("requests.request", "calls.progress"):
+        monkeypatch.setattr(f"bandmaster.{module}.LOOK_AROUND_S", 10 * DEADLINE)  # it does not help
+    told = threading.Event()
+
+    async def begin():
+        futures = [group.hold(gate.folder, name) for name in "abcdefg"]
+        await gate.awaits(*"abcdef")
+        if is_busy:
+            go_on(futures)
+        return futures
+
+    def go_on(futures):
+        futures[-1].add_done_callback(lambda _: told.set())
+        gate.open()
+        assert told.wait(DEADLINE)
+
+    async def end(futures):
+        return await asyncio.gather(*futures, group.hold(gate.folder))
+
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        futures = loop.run_until_complete(begin())
+        if not is_busy:
+            go_on(futures)
+        values = loop.run_until_complete(asyncio.wait_for(end(futures), DEADLINE))
+        loop.run_until_complete(loop.shutdown_default_executor())
+    assert len(values) == 8 and set(values) == {0, 1}
+
+
+@pytest.mark.backends("local")
+def test_a_request_to_all_replicas_waits_for_its_rows_and_for_no_place(make_group, gate):
+    group, other = make_group(2, Narrow), make_group(1, Narrow)
+    held = [group.total(name, gate.folder) for name in "ab"]
+    gate.wait_for(*"ab")
+    rows = other.double_later.submit({"x": np.arange(4)}, gate.folder)
+    future = group.total.all(rows)
+    (gate.folder / "rows").touch()
+    assert future.result(DEADLINE) == [12, 12]
+    gate.open()
+    assert sorted(future.result(DEADLINE) for future in held) == [0, 1]
 
 
 # --- what replicas report ------------------------------------------------------------------------------------------

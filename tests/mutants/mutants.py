@@ -154,8 +154,8 @@ MUTANTS = [
     Mutant(
         "woken-late",
         "requests/router.py",
-        "        if not n_places:\n            return\n        kept",
-        "        self._is_woken = False\n        if not n_places:\n            return\n        kept",
+        "        kept: list[Request] = []\n        refused",
+        "        self._is_woken = False\n        kept: list[Request] = []\n        refused",
         "A place that becomes free as places are counted is missed.",
     ),
     Mutant(

@@ -255,14 +255,13 @@ class Request(RowsResult):
             tell(self)
         self.nudge()
 
-    def nudge(self) -> bool:
-        """Have the thread of callbacks look at it, or at its map; False if that thread does not watch it."""
+    def nudge(self) -> None:
+        """Have the thread of callbacks look at it, or at its map, if that thread watches it."""
         tell_map = self.tell_map  # which the map may take away meanwhile
         if tell_map is not None:
             tell_map(self)
         elif self.is_watched:
             progress.look_at(self)
-        return self.is_watched or tell_map is not None
 
     def fail(self, why: BaseException) -> None:
         """End without having been sent, for a reason."""
@@ -342,6 +341,11 @@ class Request(RowsResult):
             self.wait(0.0)
         elif not self.is_watched:
             self.read_in_background()
+
+    def _ask_to_be_told(self) -> None:
+        self.router.watched[self] = None
+        if self.is_done:  # its router may have learned of that before
+            self.router.watched.pop(self, None)
 
     def _conclude(self) -> bool:
         """Make the result. After Ctrl-C, the next wait makes it again."""

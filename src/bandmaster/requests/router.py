@@ -19,7 +19,7 @@ from itertools import groupby
 from typing import Any
 
 from bandmaster.calls.open_work import OpenWork
-from bandmaster.calls.progress import progress
+from bandmaster.calls.progress import Once, progress
 from bandmaster.calls.request import CallSite
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
@@ -50,6 +50,7 @@ class Router:
         waiting: The requests that wait for a place.
         are_requests: True.
         maps: The `MapFeed` of each map that is not over, which sends more requests as others end.
+        watched: The requests that the thread of callbacks reads.
     """
 
     are_requests = True
@@ -68,10 +69,13 @@ class Router:
         self._order = self.replicas[first:] + self.replicas[:first]  # of equally busy ones, the first gets a request
         self.waiting: deque[Request] = deque()
         self.maps: set[Any] = set()
+        self.watched: dict[Request, None] = {}
+        self._look = Once(workers, self.advance)  # of the thread of callbacks
         self.site: CallSite = submitter.site(spec.name)
         self._work: OpenWork = submitter.work
         self._lock = submitter.work.sending
         self._is_woken, self._n_deaths = False, 0  # since requests that wait were looked at
+        self._all_wait = False  # whether one that waits is for all replicas, and so needs its rows, but no place
         self._of_key: OrderedDict[Hashable, Replica] = OrderedDict()
         self._flushed_by: object = None  # the event loop that will call `flush`
         self._reads_stacks = threading.Lock()
@@ -145,6 +149,7 @@ class Router:
             chosen = None if self.waiting and not request.target.is_all else self._choose(request)
             if chosen is None:
                 self.waiting.append(request)
+                self._all_wait = self._all_wait or request.target.is_all
             else:
                 self._put(request, chosen)
             if is_flushed:
@@ -243,11 +248,9 @@ class Router:
         """Choose replicas for the requests that wait, in their order. The lock is held."""
         self._is_woken, self._n_deaths = False, len(self.workers.deaths)  # first: what comes from here on is not missed
         n_places = sum([max(0, replica.n_places) for replica in self.replicas])
-        if not n_places:
-            return
         kept: list[Request] = []
         refused: set[int] = set()  # targets for which there is no place
-        while self.waiting and n_places:
+        while self.waiting and (n_places > 0 or self._all_wait):
             request = self.waiting.popleft()
             chosen = None if id(request.target) in refused else self._choose(request)
             if chosen is not None:
@@ -258,6 +261,7 @@ class Router:
             if request.has_rows and not request.avoids:
                 refused.add(id(request.target))
         self.waiting.extendleft(reversed(kept))
+        self._all_wait = self._all_wait and any(request.target.is_all for request in kept)
 
     # --- sending ---
 
@@ -357,6 +361,8 @@ class Router:
 
     def has_ended(self, request: Request) -> None:
         """Free the places of a request, for which another may have waited. Any thread calls this; it does not block."""
+        if self.watched:
+            self.watched.pop(request, None)
         for replica in request.replicas:
             replica.remove(request)
         self.wake()
@@ -373,10 +379,11 @@ class Router:
         self._is_woken = True  # first: a thread that looks may have taken all that wait
         if self.waiting:  # a thread that waits for a place looks by itself
             for reader in list(self._readers):
-                if not reader.call(self.advance):
+                if not reader.call(self.advance):  # an event loop that is stopped, or busy, does so later
                     self._readers.pop(reader, None)
-            if self.maps or not self._readers:
-                any(waiting.nudge() for waiting in list(self.waiting))  # one is enough
+            if self.maps or self.watched:
+                with contextlib.suppress(ResourceError):  # the thread runs, as it has these
+                    progress.add(self._look)
 
     def withdraw(self, request: Request) -> None:
         """Take back a request that waits for a place."""
