@@ -141,6 +141,12 @@ def test_another_suffix_is_an_error_that_names_those_there_are():
         Timeline(Run(())).save("run.json")
 
 
+def test_the_folder_of_a_picture_is_made(tmp_path):
+    path = tmp_path / "new" / "folder" / "run.html"
+    Timeline(Run(())).save(path)
+    assert path.exists()
+
+
 def test_a_picture_without_matplotlib_says_what_to_install(tmp_path):
     program = "import sys; sys.modules['matplotlib'] = None\nfrom bandmaster.timeline import *\n"
     program += f"try: Timeline(Run(())).save({str(tmp_path / 'run.svg')!r})\nexcept ImportError as error: print(error)"

@@ -64,8 +64,8 @@ class Timeline:
         """Write the picture to a file.
 
         Args:
-            path: The file; its suffix says what it becomes: ``.html``, which can be zoomed, or ``.svg`` or ``.png``,
-                which matplotlib draws.
+            path: The file, whose folder is made if it is missing. Its suffix says what the file becomes: ``.html``,
+                which can be zoomed, or ``.svg`` or ``.png``, which matplotlib draws.
 
         Raises:
             UsageError: The suffix is another one.
@@ -77,6 +77,7 @@ class Timeline:
                 f"a timeline is saved as one of {', '.join(FORMATS)}, got the suffix {suffix!r} of {str(path)!r}; for "
                 "https://ui.perfetto.dev, use Trace.save"
             )
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         if suffix == ".html":
             Path(path).write_text(self.html(), encoding="utf-8")
         else:
