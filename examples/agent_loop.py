@@ -99,7 +99,7 @@ class AgentLoop(bm.Worker):
 
 
 class Learner(bm.Worker):
-    @register(TransferProtocol(Split("dp"), Reduce("mean")), arguments={"weights": Broadcast()})
+    @register(TransferProtocol(Split("dp"), Reduce("mean", weights="rows")), arguments={"weights": Broadcast()})
     def gradient(self, episodes, weights):
         """The policy gradient of the episodes (REINFORCE), with the mean reward as the baseline."""
         rewards = np.array([episode["reward"] for episode in episodes])
@@ -136,4 +136,6 @@ if __name__ == "__main__":
     parser.add_argument("--episodes", type=int, default=400)
     parser.add_argument("--backend", default="local")
     given = parser.parse_args()
+    if given.episodes < 4:
+        parser.error(f"--episodes must be at least 4, two on each rank of the learner to compare, got {given.episodes}")
     learn(given.steps, given.episodes, backend=given.backend)
