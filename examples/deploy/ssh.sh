@@ -37,6 +37,13 @@ on() {  # on HOST COMMAND: runs it in the same folder there. The token goes by s
         && read -r RAY_AUTH_TOKEN && export RAY_AUTH_TOKEN && $2" <<< "$RAY_AUTH_TOKEN"
 }
 
+runs="pgrep -u \$(id -u) -x 'raylet|gcs_server' > /dev/null"   # whether there is a Ray that `ray stop` would end
+
+refuse() {
+    echo "a Ray runs on $1 already, and the end of this script would stop it: run the program there, or first: ray stop" >&2
+    exit 1
+}
+
 stop() {
     for host in "${others[@]}"; do
         on "$host" "ray stop --grace-period 5" > /dev/null 2>&1 || echo "Ray may still run on $host: ray stop" >&2 &
@@ -45,8 +52,12 @@ stop() {
     wait
 }
 
-trap stop EXIT
+if eval "$runs"; then refuse "this host"; fi
+for host in "${others[@]}"; do
+    if on "$host" "$runs"; then refuse "$host"; fi
+done
 ray start --head --node-ip-address="$HEAD" --port="$PORT" "${start[@]}" > /dev/null
+trap stop EXIT
 for host in "${others[@]}"; do
     on "$host" "ray start --address='$RAY_ADDRESS' ${start[*]}" > /dev/null
 done

@@ -46,6 +46,48 @@ def test_a_missing_environment_is_named(tmp_path):
         assert f"there is no Ray in {tmp_path}" in done.stderr
 
 
+@pytest.fixture
+def ssh(tmp_path):
+    """``ssh(pgrep=1, start=0)``: a run of ssh.sh with stubs that exit so; what it says, and which words they got."""
+
+    def ssh(pgrep, start):
+        bin_, log = tmp_path / "bin", tmp_path / "log"
+        bin_.mkdir()
+        (bin_ / "python").symlink_to(sys.executable)
+        stubs = {
+            "ray": f'echo "${{WHERE:-here}} $1" >> {log}; [ "$1" = stop ] || exit {start}',
+            "pgrep": f"exit {pgrep}",
+            "ssh": 'WHERE=$1 exec bash -c "$2"',
+        }
+        for name, text in stubs.items():
+            (bin_ / name).write_text(f"#!/bin/bash\n{text}\n")
+            (bin_ / name).chmod(0o755)
+        environment = {**os.environ, "VENV": str(tmp_path), "SSH": str(bin_ / "ssh"), "HEAD": "127.0.0.1"}
+        command = [RECIPES / "ssh.sh", "host-b", "--", "true"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        return done, sorted(log.read_text().splitlines()) if log.exists() else []
+
+    return ssh
+
+
+def test_ssh_stops_what_it_has_started(ssh):
+    done, calls = ssh(pgrep=1, start=0)
+    assert done.returncode == 0, done.stderr
+    assert calls == ["here start", "here stop", "host-b start", "host-b stop"]
+
+
+def test_ssh_stops_no_ray_that_it_has_not_started(ssh):
+    done, calls = ssh(pgrep=0, start=0)
+    assert done.returncode == 1 and "a Ray runs on this host already" in done.stderr
+    assert calls == []
+
+
+def test_ssh_stops_nothing_if_its_ray_does_not_start(ssh):
+    done, calls = ssh(pgrep=1, start=1)
+    assert done.returncode == 1
+    assert calls == ["here start"]
+
+
 def manifest():
     return yaml.safe_load((RECIPES / "rayjob.yaml").read_text())
 
