@@ -1,6 +1,8 @@
 """The programs of examples/rlhf: shortened runs, the same on every backend and mesh, that can be resumed."""
 
 import importlib
+import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -68,8 +70,32 @@ def test_ppo_updates_actor_and_critic():
     assert all(line["controller_nbytes"] < 100_000 and line["moved_nbytes"] > 0 for line in lines[1:])
 
 
+@pytest.mark.parametrize(("program", "models"), [("grpo", ["Actor"]), ("ppo", ["Actor", "Critic"])])
+def test_a_step_has_as_many_updates_as_asked_for(monkeypatch, program, models):
+    small = {"backend": "inprocess", "train": "dp=1", "warm_up": 0, "n_prompts": 4, "n_samples": 4, "steps": 1}
+    running, traces = importlib.import_module("running"), []
+    measured = running.measured
+
+    @contextmanager
+    def kept(metrics):
+        with measured(metrics) as trace:
+            yield traces.append(trace)
+
+    monkeypatch.setattr(running, "measured", kept)
+    for n_batches, n_updates in (3, 3), (64, 16):  # of 16 rows
+        run(program, **small, n_batches=n_batches)
+        methods = [call.method for call in traces.pop().calls]
+        assert [methods.count(f"{model}.update") for model in models] == [n_updates] * len(models)
+
+
+def test_a_step_whose_answers_all_fail_raises_the_first_error():
+    small = {"backend": "inprocess", "train": "dp=1", "warm_up": 0, "n_prompts": 2, "n_samples": 2, "steps": 1}
+    with pytest.raises(RuntimeError, match="a generation fails"):
+        run("async_grpo", **small, failing=1.0)
+
+
 def test_answers_that_fail_are_left_out_with_their_whole_group():
-    options = {"failing": 0.01, "chunk": 16, "max_staleness": 1, "rollouts": 2, "kill_at": 3, "steps": 4}
+    options = {"failing": 0.01, "chunk": 16, "max_staleness": 1, "rollouts": 2, "kill_at": 3, "steps": 5}
     lines = run("async_grpo", **options)[1:]
     for line in lines:
         assert 0 <= line["failed"] < 128
@@ -109,7 +135,10 @@ def run_agents(**options):
 
 def test_agents_learn_from_each_episode_once_while_a_replica_is_killed(tmp_path):
     short = {"warm_up": 5, "steps": 3, "n_questions": 2, "n_samples": 2, "n_agents": 4, "replicas": 2, "kill_at": 2}
-    lines = run_agents(engine="toy", folder=str(tmp_path), timeline=str(tmp_path / "last.html"), **short)
+    out = tmp_path / "new" / "agents.jsonl"
+    files = {"folder": str(tmp_path), "timeline": str(tmp_path / "last.html"), "out": str(out)}
+    lines = run_agents(engine="toy", **files, **short)
+    assert [json.loads(line) for line in out.read_text().splitlines()] == lines
     assert "Actor.update" in (tmp_path / "last.html").read_text()
     assert [line["episodes"] for line in lines] == [4, 4, 4]
     for line in lines:

@@ -48,22 +48,23 @@ class AgentOptions(Places):
     """The options."""
 
     engine: str = option("toy", "what answers the agents: toy, or vllm")
-    replicas: int = option(1, "replicas of the engine")
-    max_staleness: int = option(1, "updates that the policy may have had since it answered; 0 plays, then learns")
-    steps: int = option(30, "steps of reinforcement learning")
-    n_questions: int = option(16, "questions per step")
-    n_samples: int = option(8, "episodes with each question")
-    n_agents: int = option(32, "agents that play at a time")
-    n_batches: int = option(4, "updates per step")
+    replicas: int = option(1, "replicas of the engine", least=1)
+    max_staleness: int = option(
+        1, "updates that the policy may have had since it answered; 0 plays, then learns", least=0
+    )
+    steps: int = option(30, "steps of reinforcement learning", least=0)
+    n_questions: int = option(16, "questions per step", least=1)
+    n_samples: int = option(8, "episodes with each question, which are compared", least=2)
+    n_agents: int = option(32, "agents that play at a time", least=1)
+    n_batches: int = option(4, "updates per step, at most", least=1)
     lr: float = option(3e-4, "learning rate; 0 leaves the policy as it is")
     clip: float = option(0.2, "how far a token's probability may move in a step, relative to that when it was sampled")
-    warm_up: int = option(600, "steps of supervised learning before, from a careless assistant")
+    warm_up: int = option(600, "steps of supervised learning before, from a careless assistant", least=0)
     warm_up_lr: float = option(3e-3, "highest learning rate of these")
     carelessness: float = option(0.5, "how often that assistant leaves out a call of the tool that it ought to make")
     seed: int = option(0, "seed of weights and questions")
     kill_at: int = option(0, "step in which a replica is killed, to see what comes of it")
     out: str = option("", "file for the metrics, a line of JSON for each step")
-    plot: str = option("", "file to draw the curves to, such as curves.svg")
 
 
 DEFAULTS = AgentOptions
@@ -142,7 +143,7 @@ def train(options: AgentOptions, actor: Any, engine: Any, endpoint: Endpoint, to
         playing = deque(agents.begin(1 + step) for step in range(ahead))
         for step in range(1, options.steps + 1):
             metrics: dict[str, float] = {"step": step}
-            with measured(metrics, options.timeline if step == options.steps else ""):
+            with measured(metrics) as trace:
                 if step == options.kill_at:
                     os.kill(engine.workers[-1].pid, signal.SIGKILL)
                 if step + ahead <= options.steps:
@@ -157,6 +158,9 @@ def train(options: AgentOptions, actor: Any, engine: Any, endpoint: Endpoint, to
                 metrics.update(what_was_played(episodes, played, rewards, step - 1))
                 metrics["loss"] = fmean(update.result()["loss"] for update in updates)
             yield metrics
+            if options.timeline and step == options.steps:
+                trace.timeline().save(options.timeline)
+                print(f"open {options.timeline} in a browser: it shows the last step")
         if options.replicas > 1:
             to_engine.wait_until_healed()
 
@@ -241,15 +245,13 @@ PANELS = {
 def run(options: AgentOptions) -> list[dict[str, float]]:
     """Train. Returns the metrics of each step."""
     found = []
-    with started(options) as parts:
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+    with open(options.out or os.devnull, "w", buffering=1) as file, started(options) as parts:
         for metrics in train(options, *parts):
             found.append(metrics)
+            file.write(json.dumps(metrics) + "\n")  # at once, for a run that is interrupted
             said = ", ".join(f"{name} {metrics[name]:.2f}" for name in ("reward", "turns", "staleness", "seconds"))
             print(f"step {metrics['step']}: {said}", flush=True)
-    if options.timeline:
-        print(f"open {options.timeline} in a browser: it shows the last step")
-    if options.out:
-        Path(options.out).write_text("".join(json.dumps(metrics) + "\n" for metrics in found))
     if options.plot:
         plot(Path(options.plot), {options.engine: found}, "GRPO of an agent with a calculator", panels=PANELS)
     return found

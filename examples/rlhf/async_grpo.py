@@ -1,8 +1,8 @@
 """GRPO in which answers to the next prompts are generated while the policy is updated with the last ones.
 
 Replicas of the policy take prompts in small chunks, whoever is free; a chunk that fails is left out, with all answers
-to its prompts. Rows say which version of the policy has answered them. A replica that dies is replaced, and takes its
-weights from a peer. The whole dataflow is `train`.
+to its prompts. Rows say which version of the policy has answered them. A replica that dies is replaced, and
+takes the actor's weights, as the others do. The whole dataflow is `train`.
 
     python examples/rlhf/async_grpo.py
     python examples/rlhf/async_grpo.py --max-staleness 0                    # one after the other, to compare
@@ -34,10 +34,10 @@ class AsyncOptions(Options):
     """The options of asynchronous GRPO."""
 
     train: str = option("dp=1", "training layout of the models: sizes of dp and tp, such as dp=2,tp=2")
-    eval_every: int = option(5, "steps between two evaluations on problems that are held out")
-    rollouts: int = option(1, "replicas of the policy that generate")
-    max_staleness: int = option(1, "updates that the policy may have had since it answered")
-    chunk: int = option(64, "answers that a replica generates at a time; those to the same prompt stay together")
+    eval_every: int = option(5, "steps between two evaluations on held-out problems; 0 for the last alone", least=0)
+    rollouts: int = option(1, "replicas of the policy that generate", least=1)
+    max_staleness: int = option(1, "updates that the policy may have had since it answered", least=0)
+    chunk: int = option(64, "answers that a replica makes at a time; those to the same prompt stay together", least=1)
     failing: float = option(0.0, "share of the answers whose generation fails, to see what comes of it")
     kill_at: int = option(0, "step at which a replica is killed, to see what comes of it")
 
@@ -49,21 +49,22 @@ def train(run: Run, options: AsyncOptions, actor: Any, reference: Any, reward: A
     """Train the actor."""
     done = run.begin(rl.WeightSync(actor, reference))
     to_rollout = rl.WeightSync(actor, rollout)
-    to_rollout(version=done)
+    synced = to_rollout.submit(version=done)
     generate = partial(rollout.generate.map, chunk=options.chunk, group_by="uid", on_error="return")
     ahead = min(options.max_staleness, options.steps - done)
     asked = deque(generate(run.prompts(done + 1 + step)) for step in range(ahead))
     for metrics in run.steps(done):
         step = int(metrics["step"])
+        if error := synced.exception():
+            heal(rollout, [error], to_rollout, step - 1)
         if step == options.kill_at:
             os.kill(rollout.process()[0], signal.SIGKILL)
         if step + ahead <= options.steps:
             asked.append(generate(run.prompts(step + ahead)))
         chunks = list(asked.popleft())
         while not (rows := without_failures(chunks)):
-            heal(rollout, chunks, to_rollout, step - 1)
+            heal(rollout, [chunk.exception() for chunk in chunks], to_rollout, step - 1)
             chunks = list(generate(run.prompts(step)))
-        heal(rollout, chunks, to_rollout, step - 1)
         scores = reward.score.submit(rows)
         known = reference.log_probs.submit(rows).rename(log_probs="reference")
         rewards = scores.result()["reward"]
@@ -71,7 +72,7 @@ def train(run: Run, options: AsyncOptions, actor: Any, reference: Any, reward: A
         rows = rows.join(known).join(actor.put({"advantages": advantages[:, None]}))
         batches = rows.shuffle(seed=step).batches(-(-len(rows) // options.n_batches))
         updates = [actor.update.submit(batch, options.lr, options.clip, options.kl_weight) for batch in batches]
-        to_rollout.submit(version=step)  # after the updates, between two chunks of each replica
+        synced = to_rollout.submit(version=step)  # after the updates, between two chunks of each replica
         metrics.update({name: fmean(update.result()[name] for update in updates) for name in ("loss", "kl", "norm")})
         staleness = step - 1 - rows.select("version").result()["version"].double()
         metrics.update(reward=float(rewards.mean()), staleness=float(staleness.mean()))
@@ -84,15 +85,18 @@ def without_failures(chunks: Sequence[Any]) -> Any:
     return bm.concat(good) if good else None
 
 
-def heal(rollout: Any, chunks: Sequence[Any], to_rollout: rl.WeightSync, version: int) -> None:
-    """Replace a replica that has died; it takes its weights from the others, or from the actor if there are none."""
-    deaths = [chunk.exception() for chunk in chunks if isinstance(chunk.exception(), bm.WorkerDied)]
+def heal(rollout: Any, errors: Sequence[Any], to_rollout: rl.WeightSync, version: int) -> None:
+    """Replace a replica that has died, and give all replicas the actor's weights, which have this version.
+
+    Raises:
+        Exception: The first of the errors, if none comes from a death, or from the calls that a replacement cancels.
+    """
+    if not any(isinstance(error, (bm.WorkerDied, bm.CallCancelled)) for error in errors):
+        raise errors[0]
+    deaths = [error for error in errors if isinstance(error, bm.WorkerDied)]
     if deaths and not rollout.healthy:
-        rank = deaths[0].rank
-        rollout.replace(rank)
-        peers = [other for other in range(rollout.world_size) if other != rank]
-        sync = rl.WeightSync(rollout, rollout, from_ranks=peers, to_ranks=[rank]) if peers else to_rollout
-        sync(version=version)
+        rollout.replace(deaths[-1].rank)
+        to_rollout(version=version)
 
 
 def run(options: AsyncOptions) -> Run:

@@ -32,7 +32,7 @@ class EngineOptions(Options):
     """The options of programs whose answers may come from an engine."""
 
     engine: str = option("", "what answers: vllm or toy, in processes of its own; by default the actor itself")
-    replicas: int = option(1, "replicas of the engine")
+    replicas: int = option(1, "replicas of the engine", least=1)
 
 
 class Answers(rl.Engine):

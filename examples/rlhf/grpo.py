@@ -39,7 +39,7 @@ def train(run: Run, options: EngineOptions, actor: Any, reference: Any, reward: 
         rewards = scores.result()["reward"]  # a number per row, while the reference computes: all that comes here
         advantages = group_advantages(rewards, options.n_samples)
         rows = rows.join(known).join(actor.put({"advantages": advantages[:, None]}))
-        batches = rows.shuffle(seed=metrics["step"]).batches(len(rows) // options.n_batches)
+        batches = rows.shuffle(seed=metrics["step"]).batches(-(-len(rows) // options.n_batches))
         updates = [actor.update.submit(batch, options.lr, options.clip, options.kl_weight) for batch in batches]
         means = {name: fmean(update.result()[name] for update in updates) for name in ("loss", "kl", "norm")}
         metrics.update(means, reward=float(rewards.mean()))

@@ -13,12 +13,17 @@ def group_advantages(rewards: Tensor, n_samples: int) -> Tensor:
 
     Rows of the same prompt follow each other. Groups with equal rewards get 0.
 
+    Raises:
+        ValueError: A group has a single row, which has nothing to be compared with.
+
     Example:
         >>> group_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), 2)
         tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
 
     Source: GRPO, DeepSeekMath, arXiv 2402.03300, section 4.1.
     """
+    if n_samples < 2:
+        raise ValueError(f"group_advantages compares 2 or more answers to a prompt, got n_samples={n_samples}")
     groups = rewards.view(-1, n_samples)
     centred = groups - groups.mean(dim=1, keepdim=True)
     return (centred / (groups.std(dim=1, keepdim=True) + 1e-6)).flatten()

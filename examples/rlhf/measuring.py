@@ -12,7 +12,7 @@ __all__ = ["measured"]
 
 
 @contextmanager
-def measured(metrics: dict[str, float], picture: str = "") -> Iterator[None]:
+def measured(metrics: dict[str, float]) -> Iterator[bm.Trace]:
     """Record the calls of a block, and add to its metrics what they have cost.
 
     Adds ``seconds``; ``seconds/Class.method`` that its slowest ranks have run; ``controller_nbytes`` that went by
@@ -21,14 +21,14 @@ def measured(metrics: dict[str, float], picture: str = "") -> Iterator[None]:
 
     Args:
         metrics: Get what is named above.
-        picture: A file for the picture of the block; "" writes none.
+
+    Yields:
+        The trace of the block.
     """
     with bm.trace() as trace:
         begun = time.perf_counter()
-        yield
+        yield trace
         seconds = time.perf_counter() - begun
-    if picture:
-        trace.timeline().save(picture)
     metrics["seconds"] = seconds
     for call in trace.calls:
         name = f"seconds/{call.method}"

@@ -25,8 +25,8 @@ from bandmaster import rl
 class PPOOptions(Options):
     """The options of PPO; ``kl_weight`` is that of the divergence in the rewards."""
 
-    n_prompts: int = option(512, "prompts per step")
-    n_samples: int = option(1, "answers to each prompt")
+    n_prompts: int = option(512, "prompts per step", least=1)
+    n_samples: int = option(1, "answers to each prompt", least=1)
     critic_lr: float = option(1e-3, "learning rate of the critic")
     value_clip: float = option(0.2, "how far a value may move in a step")
 
@@ -44,7 +44,7 @@ def train(run: Run, options: PPOOptions, actor: Any, reference: Any, critic: Any
         known = reference.log_probs.submit(rows).rename(log_probs="reference")
         rows = rows.join(known).join(critic.values.submit(rows)).join(reward.score.submit(rows))
         rows = rows.join(critic.advantages.submit(rows, options.kl_weight))
-        batches = list(rows.shuffle(seed=metrics["step"]).batches(len(rows) // options.n_batches))
+        batches = list(rows.shuffle(seed=metrics["step"]).batches(-(-len(rows) // options.n_batches)))
         critic_updates = [critic.update.submit(batch, options.critic_lr, options.value_clip) for batch in batches]
         updates = [actor.update.submit(batch, options.lr, options.clip) for batch in batches]
         metrics.update({name: fmean(update.result()[name] for update in updates) for name in ("loss", "kl", "norm")})

@@ -37,6 +37,8 @@ class Run:
         self.options, self._actor, self._reward = options, actor, reward
         self.tokenizer = addition.Tokenizer(options.model or None)
         self._train, held_out = addition.problems()
+        if options.n_prompts > len(self._train):
+            raise SystemExit(f"--n-prompts is at most {len(self._train)}, all problems, got {options.n_prompts}")
         self.out = Path(options.out) if options.out else None
         self.metrics: list[dict[str, float]] = []  # a line per step
         self._held_out = self._asked(held_out, torch.zeros(len(held_out), dtype=torch.int64))
@@ -77,7 +79,7 @@ class Run:
             sums = pairs.sum(dim=1)
             if options.labels == "noisy":
                 sums = addition.noisy_sums(pairs, row_seeds(options.seed + 1_000_000, step, n_rows))
-            done = max(0, step - begin) / (options.warm_up - begin)
+            done = max(0, step - begin) / max(1, options.warm_up - begin)
             lr = options.warm_up_lr * min((step + 1) / begin, (1 + math.cos(math.pi * done)) / 2)
             self._actor.imitate(self._taught(pairs, sums), lr)
             self._progress.advance(task)
@@ -103,27 +105,30 @@ class Run:
 
         Returns:
             How many steps were done: 0, or those of the last checkpoint.
+
+        Raises:
+            SystemExit: The folder has another run, or a run of which a checkpoint is missing.
         """
         self._trained = {"actor": self._actor, **others}
         for task in self._progress.task_ids:  # of an attempt that a lost host has ended
             self._progress.remove_task(task)
-        saved = self._saved() if self.options.resume else []
-        if saved:
-            self._actor.load(str(saved[0] / "actor"))
-            hand_over()
-            for name, group in self._trained.items():
-                start = group.load(str(saved[-1] / name))[0]
-            lines = (self.out / "metrics.jsonl").read_text().splitlines()
-            self.metrics = [json.loads(line) for line in lines[: start + 1]]
-        else:
+        last, start = self._last(), 0
+        if last is None:
             self.warm_up()
             hand_over()
-            start = 0
-            self.metrics = [{"step": 0, "accuracy": self.accuracy()}]
-        if self.out:
-            (self.out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.metrics))
-        if not saved:
             self._save("warm-up", 0)
+        else:
+            self._actor.load(str(self.out / "warm-up" / "actor"))
+            hand_over()
+            for name, group in self._trained.items():
+                start = group.load(str(last / name))[0]
+        path = self.out / "metrics.jsonl" if self.out else None
+        lines = path.read_text().splitlines() if last and path.exists() else []
+        self.metrics = [line for line in map(json.loads, lines[: start + 1]) if line["step"] <= start]
+        if not self.metrics:
+            self.metrics = [{"step": start, "accuracy": self.accuracy()}]
+        if path:
+            path.write_text("".join(json.dumps(line) + "\n" for line in self.metrics))
         return start
 
     def steps(self, start: int) -> Iterator[dict[str, float]]:
@@ -133,13 +138,15 @@ class Run:
         for step in range(start, options.steps):
             metrics: dict[str, float] = {"step": step + 1}
             is_last = step + 1 == options.steps
-            with measured(metrics, options.timeline if is_last else ""):
+            with measured(metrics) as trace:
                 yield metrics
-            if (step + 1) % options.eval_every == 0 or is_last:
+            if is_last or (options.eval_every and (step + 1) % options.eval_every == 0):
                 metrics["accuracy"] = self.accuracy()
             self._write(metrics)
             if options.save_every and ((step + 1) % options.save_every == 0 or is_last):
                 self._save(f"step-{step + 1:05}", step + 1)
+            if options.timeline and is_last:
+                trace.timeline().save(options.timeline)
             said = "  ".join(f"{name} {self.last(name):.3f}" for name in ("reward", "kl", "accuracy"))
             self._progress.update(task, completed=step + 1, said=said)
         if options.export:
@@ -160,10 +167,21 @@ class Run:
         for role, group in self._trained.items() if self.out else ():
             group.save(str(self.out / name / role), step)
 
-    def _saved(self) -> list[Path]:
-        """The folders of checkpoints that are complete: that of the warm-up, then those of steps."""
-        folders = [self.out / "warm-up", *sorted(self.out.glob("step-*"))] if self.out else []
-        return [folder for folder in folders if all((folder / role / ".metadata").exists() for role in self._trained)]
+    def _last(self) -> Path | None:
+        """The folder of the last checkpoint that is complete; None for a run that begins."""
+        if not self.out:
+            return None
+        steps, roles = sorted(self.out.glob("step-*")), " and ".join(self._trained)
+        begun = self.out / "warm-up"
+        saved = [one for one in (begun, *steps) if all((one / role / ".metadata").exists() for role in self._trained)]
+        if self.options.resume and saved:
+            if saved[0] != begun:
+                raise SystemExit(f"--resume needs {begun}, the weights of the reference: put it back")
+            return saved[-1]
+        if saved or steps or (self.out / "metrics.jsonl").exists():
+            missing = f"but no checkpoint of {roles}:" if self.options.resume else "already: add --resume, or"
+            raise SystemExit(f"--out {self.out} has a run {missing} name another folder")
+        return None
 
     def report(self) -> None:
         """Print what the run has reached and cost, and draw its curves if that was asked for."""

@@ -18,12 +18,14 @@ __all__ = ["SpareOptions", "surviving"]
 class SpareOptions(EngineOptions):
     """The options of programs that go on when a host is lost."""
 
-    spares: int = option(0, "further hosts that are reserved for the ranks of lost ones; needs --out and --backend ray")
+    spares: int = option(
+        0, "further hosts, reserved for the ranks of lost ones; needs --out and --backend ray", least=0
+    )
 
     def pool(self, n_slots: int) -> bm.ResourcePool:
         """A pool of so many slots, and spare hosts each of which takes the slots of one host."""
-        if self.spares and not self.out:
-            raise SystemExit("--spares needs --out: what goes on after a host was lost goes on from a checkpoint there")
+        if self.spares and not (self.out and self.backend == "ray"):
+            raise SystemExit("--spares needs --backend ray and --out: it goes on from a checkpoint, on another host")
         return bm.ResourcePool(
             self.slots(n_slots),
             backend=self.backend,
@@ -41,16 +43,16 @@ def surviving(options: SpareOptions, groups: Sequence[Any], train: Callable[[], 
         train: Trains from the beginning, or from the last checkpoint if the options say so.
 
     Raises:
-        WorkerDied: More hosts were lost than there were spare ones.
+        WorkerDied, RowsLost: More hosts were lost than there were spare ones.
     """
     for n_left in reversed(range(options.spares + 1)):
         try:
             train()
             return
-        except bm.WorkerDied as death:
+        except (bm.WorkerDied, bm.RowsLost) as loss:  # RowsLost: the host had rows, and no rank of a pending call
             if not n_left:
                 raise
-            print(f"{str(death).splitlines()[0]}\ngoing on from the last checkpoint, on a spare host", flush=True)
+            print(f"{str(loss).splitlines()[0]}\ngoing on from the last checkpoint, on a spare host", flush=True)
         for group in groups:
             group.restart()
         options.resume = True
