@@ -29,7 +29,7 @@ def end_if_forked(n_before: int, error: BaseException | None = None) -> None:
         if error is None or isinstance(error, SystemExit):
             code = getattr(error, "code", None) or 0
         else:
-            sys.excepthook(type(error), error, error.__traceback__)
+            sys.__excepthook__(type(error), error, error.__traceback__)  # not that of Ray, whose threads are not here
         if not isinstance(code, int):
             print(code, file=sys.stderr)
         sys.stderr.flush()
