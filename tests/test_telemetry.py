@@ -24,6 +24,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from bandmaster.telemetry import Telemetry
 from bandmaster.telemetry import telemetry as module
+from bandmaster.watching.watch import watch
 
 PHASES = {"Actor.make": "sample", "Actor.use": "train"}
 
@@ -105,13 +106,17 @@ def test_calls_whose_results_no_thread_reads_are_counted(actor):
     with Telemetry(interval=0.01, budget=1.0) as telemetry:
         actor.fail.submit(1)
         actor.wait.submit(60).cancel()
+        open_ones = [actor.wait.submit(60) for _ in range(2)]
+        until(lambda: figure(telemetry.metrics(), "bandmaster_open_calls", group=actor.name) == 2)
+        for one in open_ones:
+            one.cancel()
 
-        until(lambda: len(telemetry.timeline().run.calls) == 2)
+        until(lambda: len(telemetry.timeline().run.calls) == 4)
         group = telemetry.timeline().run.calls[0].group
         until(lambda: figure(telemetry.metrics(), "bandmaster_open_calls", group=group) == 0)
     figures = telemetry.metrics()
-    for method, error in (("Actor.fail", "RemoteError"), ("Actor.wait", "CallCancelled")):
-        assert figure(figures, "bandmaster_errors_total", group=group, method=method, type=error) == 1
+    for method, error, n in (("Actor.fail", "RemoteError", 1), ("Actor.wait", "CallCancelled", 3)):
+        assert figure(figures, "bandmaster_errors_total", group=group, method=method, type=error) == n
 
 
 def test_spans_of_calls_ranks_and_iterations(actor, collector):
@@ -144,6 +149,68 @@ def test_spans_of_calls_ranks_and_iterations(actor, collector):
         assert sample.start_time <= span.start_time <= span.end_time <= train.end_time
     slack_ns = 50_000_000  # of the clock of the epoch
     assert loop.start_time - slack_ns <= sample.start_time <= train.end_time <= loop.end_time + slack_ns
+
+
+def test_spans_have_the_times_and_the_bytes_of_their_calls(actor, collector):
+    exporter, provider = collector
+    with Telemetry(provider=provider, phases={"Actor.use": "sync"}, budget=1.0) as telemetry:
+        actor.use(actor.make.submit(np.arange(8)))
+    spans = exporter.get_finished_spans()
+
+    def seconds(ns):
+        return pytest.approx((ns - int(1e9 * telemetry.trace.began)) / 1e9, abs=1e-6)
+
+    for call in telemetry.timeline().run.calls:
+        (span,) = [one for one in spans if one.attributes.get("bandmaster.call.number") == call.number]
+        assert (call.begun, call.finish) == (seconds(span.start_time), seconds(span.end_time))
+        ways = (call.sent_nbytes, call.returned_nbytes, call.kept_nbytes, sum(call.read_nbytes.values()))
+        named = [span.attributes.get(f"bandmaster.{way}.bytes", 0) for way in ("sent", "returned", "kept", "read")]
+        assert named == list(ways)
+        assert span.attributes.get("rl.sync.bytes") == (sum(ways) if call.method == "Actor.use" else None)
+        of_ranks = {one.attributes["bandmaster.rank"]: one for one in spans if one.parent == span.context}
+        assert of_ranks.keys() == {0, 1}
+        for rank, moments in call.moments.items():
+            one = of_ranks[rank]
+            assert (moments.begun, moments.encoded) == (seconds(one.start_time), seconds(one.end_time))
+            assert [moments.decoded, moments.ran] == [seconds(event.timestamp) for event in one.events]
+            assert one.attributes["bandmaster.queued"] == max(0.0, moments.begun - call.sent)
+    assert sum(call.read_nbytes.values()) > 8 * 50_000, "the last one has read rows"
+
+
+def test_figures_add_up_what_calls_have_cost(actor):
+    with Telemetry(budget=1.0) as telemetry:
+        rows = actor.make.submit(np.arange(8))
+        for _ in range(3):
+            actor.use(rows)
+    text, (_, *uses) = telemetry.metrics(), telemetry.timeline().run.calls
+    named = {"group": actor.name, "method": "Actor.use"}
+    seconds = [call.finish - call.begun for call in uses]
+    assert figure(text, "bandmaster_call_seconds_sum", **named) == pytest.approx(sum(seconds))
+    for limit in ("0.003", "0.03", "0.3"):
+        n = sum(each <= float(limit) for each in seconds)
+        assert figure(text, "bandmaster_call_seconds_bucket", le=limit, **named) == n
+    for rank in (0, 1):
+        times = [bm.RankTimes.of(call.moments[rank], call.sent) for call in uses]
+        for phase in bm.RankTimes._fields:
+            found = figure(text, "bandmaster_rank_seconds_total", rank=str(rank), phase=phase, **named)
+            assert found == pytest.approx(sum(max(0.0, getattr(each, phase)) for each in times))
+    ((way, nbytes),) = uses[0].read_nbytes.items()
+    assert figure(text, "bandmaster_bytes_total", way=way, **named) == 3 * nbytes > 3 * 8 * 50_000
+
+
+@pytest.mark.backends("local")
+def test_a_stall_is_counted_once(actor):
+    def n_stalls():
+        watch.soon.set()  # the thread looks at once
+        return figure(telemetry.metrics(), "bandmaster_stalls_total", group=actor.name)
+
+    with Telemetry(interval=0.01, budget=1.0) as telemetry:
+        late = actor.wait.options(stall_after=0.01).submit(60)
+        until(n_stalls)
+        actor.answer(1).result()
+        until(lambda: telemetry.timeline().run.calls)  # it has looked again
+        late.cancel()
+    assert n_stalls() == 1
 
 
 def test_prometheus_reads_the_figures(actor):
