@@ -1,5 +1,6 @@
 """The picture of a run, and the sentence that says where its time went."""
 
+import base64
 import json
 import random
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree
+import zlib
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from ends import until
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
-from bandmaster.timeline import Call, Moments, Run, Sample, Timeline, Waits, diagnosis, findings
+from bandmaster.timeline import Call, Finding, Moments, Run, Sample, Timeline, Waits, diagnosis, findings
 from bandmaster.timeline.lanes import CONTROLLER, Item, lanes_of, stacked
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +70,14 @@ def embedded(page):
     return json.loads(re.search(r'id="head">(.*?)</script>', page, re.DOTALL)[1])
 
 
+def columns(page):
+    """The columns of a page, as its script reads them."""
+    body = zlib.decompress(base64.b64decode(re.search(r'id="body">(.*?)</script>', page, re.DOTALL)[1]))
+    kinds = {"Float64Array": "<f8", "Float32Array": "<f4", "Uint32Array": "<u4"}
+    facts = embedded(page)["columns"]
+    return {name: np.frombuffer(body, kinds[kind], n, offset) for name, (kind, offset, n) in facts.items()}
+
+
 def test_a_lane_for_each_rank_and_for_the_controller(trace):
     run = Run.of(trace)
     lanes = lanes_of(run)
@@ -106,6 +116,31 @@ def test_the_page_needs_no_network_and_holds_every_call(trace, tmp_path):
     assert head["sentence"] == trace.diagnosis()
     assert head["number"] == [call.number for call in trace.calls]
     assert [lane["rank"] for lane in head["lanes"]] == [-1, 0, 1]
+
+
+def test_the_columns_of_the_page_have_the_times_and_rows_of_the_run(trace):
+    run = Run.of(trace)
+    page = Timeline(run).html()
+    lanes, table = lanes_of(run), columns(page)
+    names = ("begun", "encoded", "sent", "done")
+    for call, *times in zip(run.calls, *[table[f"call_{name}"] for name in names], strict=True):
+        assert tuple(times) == (call.begun, call.encoded, call.sent, call.finish)
+    assert table["returned_nbytes"].tolist() == [call.returned_nbytes for call in run.calls]
+    assert table["read_nbytes"].tolist() == [sum(call.read_nbytes.values()) for call in run.calls]
+    taken = {(number, source, rank) for number, call in enumerate(run.calls) for source, rank in call.takes_from}
+    assert set(map(tuple, table["taken"].reshape(-1, 3).tolist())) == taken != set()
+    rows, starts = [row for lane in lanes for row in lane.rows], table["row_starts"].tolist()
+    assert starts[-1] == len(table["begun"])
+    for row, (start, stop) in zip(rows, pairwise(starts), strict=True):
+        assert table["begun"][start:stop].tolist() == [item.begun for item in row]
+        assert table["call"][start:stop].tolist() == [item.call for item in row]
+        assert table["ran"][start:stop] == pytest.approx([item.ran for item in row])
+
+
+def test_the_page_has_the_errors_of_calls():
+    moments = {0: Moments(0.0, 0.0, 1.0, 1.0, 1.0)}
+    calls = [Call(n, "g", "G.run", 0.0, 0.0, 0.0, 1.0, moments, error) for n, error in enumerate(("", "KeyError: 1"))]
+    assert embedded(Timeline(Run(tuple(calls))).html())["errors"] == {"1": "KeyError: 1"}
 
 
 def test_names_cannot_break_out_of_the_page():
@@ -166,15 +201,13 @@ def test_an_open_trace_and_an_empty_one(tmp_path):
     assert repr(trace).endswith("\nno call has ended")
 
 
-def test_the_last_seconds_of_a_run():
-    calls = [
-        Call(n, "g", "G.run", float(n), float(n), float(n), n + 0.5, {0: Moments(n, n, n + 0.5, n + 0.5, n + 0.5)})
-        for n in range(10)
-    ]
-    with bm.trace() as trace:
-        pass
-    assert Run.of(trace, last=3.0).calls == ()
-    assert len(Timeline(Run(tuple(calls))).run.calls) == 10
+def test_the_last_seconds_of_a_run(trace):
+    run = Run.of(trace)
+    ends = sorted(call.end for call in run.calls)
+    for n in (1, 4, 8):
+        of_the_last = Run.of(trace, last=ends[-1] - (ends[-n - 1] + ends[-n]) / 2)
+        assert sorted(call.end for call in of_the_last.calls) == ends[-n:]
+    assert Run.of(trace, last=60.0).calls == run.calls
 
 
 @pytest.mark.parametrize("last", ["x", -1, float("nan")])
@@ -206,6 +239,8 @@ def test_the_stall_of_a_call_under_way_is_in_the_picture(backend, tmp_path):
         future.result()
     (stall,) = run.stalls
     assert run.end == stall.at - trace.began > 1.5
+    with bm.trace() as later:
+        assert later.timeline().run.stalls == (), "it was noticed before"
 
 
 def test_stalls_are_in_the_picture(tmp_path):
@@ -289,6 +324,14 @@ def test_a_run_without_a_bottleneck_says_what_it_did(scenes):
         run.call("Actor.update", [0.5] * 4)
     told = diagnosis(run.calls)
     assert told.startswith("Actor.update runs for 100 % of the time, and no cause of delay stands out; the controller")
+
+
+def test_the_three_most_expensive_causes_are_told(scenes):
+    run = scenes.Simulation(1)
+    run.call("Actor.update", [0.5] * 4)
+    causes = [Finding("slow", share, f"cause {share}") for share in (0.2, 0.5, 0.02, 0.3, 0.4)]
+    assert diagnosis(run.calls, causes).startswith("Cause 0.5; cause 0.4; cause 0.3; the controller")
+    assert [found.share for found in findings(run.calls, causes)] == [0.5, 0.4, 0.3, 0.2], "one costs too little"
 
 
 def small_calls(n, ran):
