@@ -1,9 +1,12 @@
 """What workers write: lines with a prefix, progress bars, files, and the records of `logging`."""
 
+import contextlib
+import json
 import logging
 import os
 import pty
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +18,13 @@ import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.contract import Written
 from bandmaster.output import screen
+from bandmaster.output.log_records import MAX_RECORD_NBYTES, RecordSender
 from bandmaster.output.streams import MAX_LINE_NCHARS, Lines
 
 
-def fed(*texts):
+def fed(*parts):
     lines = Lines()
-    found = [line for text in texts for line in lines.feed(text.encode())]
+    found = [line for part in parts for line in lines.feed(part)]
     return found, lines.bar
 
 
@@ -39,8 +43,16 @@ def fed(*texts):
     ],
 )
 def test_lines_are_those_that_a_terminal_shows(texts, expected):
-    assert fed(*texts) == expected
-    assert fed(*"".join(texts)) == expected, "one character at a time"
+    parts = [text.encode() for text in texts]
+    assert fed(*parts) == expected
+    assert fed(*[bytes([byte]) for byte in b"".join(parts)]) == expected, "one byte at a time"
+
+
+def test_the_last_line_needs_no_end():
+    lines = Lines()
+    assert lines.feed("one\nno end ä".encode()[:-1]) == ["one"]
+    assert lines.rest() == ["no end \N{REPLACEMENT CHARACTER}"]
+    assert lines.rest() == [] and lines.is_between_lines
 
 
 def test_a_line_without_end_is_split():
@@ -122,7 +134,20 @@ def test_a_bar_is_shown_every_ten_seconds_where_no_region_can_be_drawn(monkeypat
         now = 1000.0 + seconds
         screen.show(Written("stderr", "actor", 2, [], f"{seconds}%"))
     screen.show(Written("stderr", "actor", 2, ["100%"]))
-    assert capsys.readouterr().err == "[actor 2] 10%\n[actor 2] 20%\n[actor 2] 100%\n"
+    for seconds in range(25, 34):  # the next bar has ten seconds of its own
+        now = 1000.0 + seconds
+        screen.show(Written("stderr", "actor", 2, [], f"next {seconds}%"))
+    screen.show(Written("stderr", "actor", 2, ["next 100%"]))
+    lines = ["10%", "20%", "100%", "next 100%"]
+    assert capsys.readouterr().err.splitlines() == [f"[actor 2] {line}" for line in lines]
+
+
+def test_a_line_is_written_at_once(monkeypatch, tmp_path):
+    path = tmp_path / "out"
+    with path.open("w") as buffered:
+        monkeypatch.setattr(sys, "stdout", buffered)
+        screen.show(Written("stdout", "actor", 2, ["one", "two"]))
+        assert path.read_text() == "[actor 2] one\n[actor 2] two\n"
 
 
 def _rest(fd):
@@ -274,6 +299,28 @@ def test_a_slow_handler_does_not_block_workers(zygote, tmp_path):
         logger.removeHandler(handler)
     assert sum(message.endswith("xxx") for message in messages) < 2000
     assert any(re.fullmatch(r"\[actor 0\] \d+ log records are lost, .*", message) for message in messages)
+
+
+def test_a_record_says_once_how_many_were_dropped_before_it():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.setblocking(False)
+        sender, record = RecordSender(theirs, logging.INFO), logging.makeLogRecord({"msg": "x" * 10_000})
+
+        def arrived():
+            numbers = []
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    numbers.append(json.loads(ours.recv(MAX_RECORD_NBYTES))["n_dropped"])
+            return numbers
+
+        for _ in range(1000):
+            sender.emit(record)
+        first = arrived()
+        assert 0 < len(first) < 1000 and set(first) == {0}
+        for _ in range(2):
+            sender.emit(record)
+        assert arrived() == [1000 - len(first), 0]
 
 
 def test_files_have_no_part_of_bars(zygote, tmp_path):
