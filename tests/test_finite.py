@@ -12,6 +12,8 @@ import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.testing import finite
 
+NAN = float("nan")
+
 
 class Model(bm.Worker):
     @register(Dispatch.DP_PROTO)
@@ -23,18 +25,28 @@ class Model(bm.Worker):
         return {"loss": loss / 2, "step": 3, "name": "x", "none": None}
 
     @register(Dispatch.ONE_TO_ALL)
-    def same(self, value):
+    def same(self, value, *, named=None):
         return value
 
     @register(Dispatch.ONE_TO_ALL)
     def items(self, loss):
         yield 1.0
-        yield [loss - loss]
+        yield [10 * loss - 10 * loss]
+
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def parts(self, loss):
+        yield 1.0
+        yield {"loss": 10 * loss - 10 * loss}
 
     @register(Dispatch.REQUEST, concurrency=4)
     async def answer(self, loss):
         await asyncio.sleep(0)
         return np.array([1.0, 1.0 / loss])
+
+    @register(Dispatch.ONE_TO_ALL)
+    @staticmethod
+    def not_a_number():
+        return float("nan")
 
     def helper(self):
         return float("nan")
@@ -57,6 +69,9 @@ def test_what_is_not_finite_is_named(checked):
     inner = "logarithm returns ['inner']['log'] with 1 NaN and 1 infinite of 3 numbers, the first in row 0"
     assert why(checked.logarithm.submit({"p": p})) == (1, inner)
     assert why(checked.metrics.submit(float("inf"))) == (0, "metrics gets loss = inf")
+    assert why(checked.same.submit(0, named=NAN)) == (0, "same gets named = nan")
+    waves = np.array([1.0, complex(0.0, NAN)])
+    assert why(checked.same.submit(waves))[1] == "same gets value with 1 NaN of 2 numbers, the first in row 1"
     given = {"p": np.array([1.0, np.nan])}
     assert why(checked.logarithm.submit(given)) == (
         1,
@@ -71,9 +86,6 @@ def test_what_is_not_finite_is_named(checked):
 
 def nested(*rows):
     return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
-
-
-NAN = float("nan")
 
 
 @pytest.mark.parametrize(
@@ -103,15 +115,20 @@ def test_settings_are_no_columns(checked):
 
 
 def test_the_items_of_a_stream_are_checked(checked):
-    stream = checked.items.stream(1e308 * 1)
-    assert len(list(stream)) > 0
+    assert len(list(checked.items.stream(1.0))) == 2 * 2
+    assert len(list(checked.parts.stream(1.0))) == 2
     with pytest.raises(bm.RemoteError, match="items gets loss = inf"):
         list(checked.items.stream(float("inf")))
+    with pytest.raises(bm.RemoteError, match=r"items yields \[0\] = nan"):
+        list(checked.items.stream(1e308))
+    with pytest.raises(bm.RemoteError, match=r"parts yields \['loss'\] = nan"):
+        list(checked.parts.stream(1e308))
 
 
 def test_what_is_finite_passes_and_the_class_is_itself(checked):
     assert checked.metrics(1.0)[0] == {"loss": 0.5, "step": 3, "name": "x", "none": None}
     assert checked.logarithm({"p": np.ones(4)})["names"] == ["a"] * 4
+    assert np.isnan(checked.not_a_number()).all(), "a static method is not checked"
     assert finite(Model).__name__ == "Model"
     assert issubclass(finite(Model), Model)
     assert finite(Model, ["metrics"]).logarithm is Model.logarithm, "only what was named is wrapped"
