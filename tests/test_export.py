@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from later import Later
+from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -77,7 +78,24 @@ def test_any_layout(tmp_path, mesh):
     assert_same(tmp_path / "several", llama())
     index = json.loads((tmp_path / "several" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in llama().state_dict().values())
     assert not (tmp_path / "one" / "model.safetensors.index.json").exists()
+
+
+class Vocabulary:
+    def save_pretrained(self, folder):
+        (folder / "words.txt").write_text("a b")
+
+
+def test_what_belongs_to_a_model_is_in_its_folder_and_whole_numbers_stay_whole(tmp_path):
+    model = llama()
+    model.register_buffer("steps", torch.arange(3))
+    rl.export(tmp_path, model, tokenizer=Vocabulary(), dtype=torch.bfloat16)
+    assert (tmp_path / "words.txt").read_text() == "a b"
+    assert {"config.json", "generation_config.json"} <= {path.name for path in tmp_path.iterdir()}
+    found = load_file(tmp_path / "model.safetensors")
+    assert found["steps"].tolist() == [0, 1, 2] and found["steps"].dtype == torch.int64
+    assert {tensor.dtype for name, tensor in found.items() if name != "steps"} == {torch.bfloat16}
 
 
 def test_tied_weights_and_another_dtype_in_one_process(tmp_path):

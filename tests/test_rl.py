@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register, rl
+from bandmaster.testing.recording import random_states, restore_random_states
 
 
 class Torch(bm.Worker):
@@ -107,6 +108,17 @@ def test_ranks_draw_what_their_place_says(four):
     assert four.drawn(1) == drawn != four.drawn(2)
     a, b, c, d = four.drawn(1, ["tp"])
     assert a == b != c == d
+
+
+def test_a_call_that_is_run_again_draws_the_same_numbers():
+    def drawn():
+        return random.random(), np.random.rand(), torch.rand(2).tolist()
+
+    states = random_states()
+    numbers = drawn()
+    assert drawn() != numbers
+    restore_random_states(states)
+    assert drawn() == numbers
 
 
 def test_a_checkpoint_resumes_on_another_mesh_and_in_other_parameter_groups(tmp_path):
