@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,7 +21,10 @@ from later import Later
 
 import bandmaster as bm
 from bandmaster import Dispatch, register, rl
-from bandmaster.serve import Endpoint, Options, app, rows
+from bandmaster.serve import Endpoint, Options, Turn, app, rows
+from bandmaster.serve.episodes import Recorder, episodes_of
+from bandmaster.serve.fields import chat_of, completion_of
+from bandmaster.serve.responses import Form
 
 pytestmark = pytest.mark.backends("inprocess", "local")
 openai = Later("openai")
@@ -173,6 +178,20 @@ def test_log_probs_of_tokens_and_their_rivals(client):
     found = completion.choices[0].logprobs
     assert found.tokens == ["ab", " ", "an"] and found.text_offset == [0, 2, 3]
     assert found.token_logprobs == [-0.5] * 3 and list(found.top_logprobs[0]) == ["ab"]
+    several = client.completions.create(model="bytes", prompt="ab", logprobs=1, max_tokens=3, n=2)
+    assert [choice.logprobs.text_offset for choice in several.choices] == [[0, 2, 3]] * 2
+
+
+def test_a_token_that_cannot_be_has_a_log_prob_that_json_has():
+    answer = rl.Answer([1, 2], [-math.inf, -0.5], [0, 0], "stop", "ab", 0, [{1: -math.inf}, {2: -0.5}])
+    of_text = completion_of({"prompt": "a", "logprobs": 1}, rl.Sampling(), 100, False)
+    of_chat = chat_of({"messages": HELLO, "logprobs": True, "top_logprobs": 1}, rl.Sampling(), 100, False)
+    texts = {1: "a", 2: "b"}
+    found = Form(of_text, "bytes", False).choice(rl.Choice(answer, {}), {}, texts, 0)["logprobs"]
+    assert found["token_logprobs"] == [-9999.0, -0.5] and found["top_logprobs"] == [{"a": -9999.0}, {"b": -0.5}]
+    content = Form(of_chat, "bytes", True).choice(rl.Choice(answer, {}), {}, texts, 0)["logprobs"]["content"]
+    assert [one["logprob"] for one in content] == [-9999.0, -0.5]
+    assert content[0]["top_logprobs"][0]["logprob"] == -9999.0
 
 
 def test_completions_of_texts_and_of_token_ids(client):
@@ -190,6 +209,30 @@ def test_completions_of_texts_and_of_token_ids(client):
     for chunk in create(model="bytes", prompt=["abc", [120], "xyz"][::2], max_tokens=100, stream=True):
         texts[chunk.choices[0].index] = texts.get(chunk.choices[0].index, "") + chunk.choices[0].text
     assert texts == {0: "abc and so on", 1: "xyz and so on"}
+    chunks = list(create(model="bytes", prompt=["abc", "xyz"], n=2, stream=True))
+    texts = {index: [c.choices[0].text for c in chunks if c.choices[0].index == index] for index in range(4)}
+    assert [text[0] for text in texts.values()] == ["ab", "ab", "xy", "xy"]
+
+
+def test_contents_may_be_parts_and_developers_are_the_system(client):
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "developer", "content": "be short"}, {"role": "user", "content": parts}]
+    response = chat(client, messages, extra_body=IDS, response_format={"type": "text"})
+    assert response.choices[0].message.content == "you said one\ntwo"
+    assert decode(response.prompt_token_ids).startswith("<system:be short>")
+
+
+def test_what_the_fields_of_a_request_mean_for_an_engine():
+    def asked(**given):
+        return chat_of({"messages": HELLO, **given}, rl.Sampling(top_k=7), 100, False)
+
+    assert asked().sampling.max_tokens == 100 and asked(max_tokens=3).sampling.max_tokens == 3
+    assert asked(max_tokens=3, max_completion_tokens=5).sampling.max_tokens == 5
+    assert asked().sampling.top_k == 7 and asked(top_k=-1).sampling.top_k == 0
+    assert asked(logit_bias={"5": 1}).sampling.extra == {"logit_bias": {5: 1.0}}
+    assert asked(session_id="a", prompt_cache_key="b").session == "a"
+    (prompt,) = asked(tools=[TOOL], tool_choice="required", reasoning_effort="low").prompts
+    assert (prompt.tools, prompt.options) == ([TOOL], {"tool_choice": "required", "reasoning_effort": "low"})
 
 
 def test_models(client, endpoint):
@@ -360,6 +403,44 @@ def test_forgotten_conversations_are_rendered_anew(engine):
         last = chat(client, histories[-1]).usage.prompt_tokens_details.known_tokens
         first = chat(client, histories[0]).usage.prompt_tokens_details.known_tokens
         assert first == 0 < last
+        chat(client, histories[0][:1])
+        for history in histories[1:8]:  # what is used again is not forgotten
+            chat(client, history[:1])
+            assert chat(client, histories[0]).usage.prompt_tokens_details.known_tokens > 0
+
+
+def test_conversations_with_other_tools_or_of_another_session_are_rendered_anew(client):
+    messages = [*HELLO, {"role": "assistant", "content": "you said hello there"}, {"role": "user", "content": "go on"}]
+    chat(client, HELLO, prompt_cache_key="mine")
+    for options in ({"prompt_cache_key": "other"}, {"prompt_cache_key": "mine", "tools": [TOOL]}):
+        assert chat(client, messages, **options).usage.prompt_tokens_details.known_tokens == 0
+    assert chat(client, messages, prompt_cache_key="mine").usage.prompt_tokens_details.known_tokens > 0
+
+
+def test_tokens_are_counted_once(engine):
+    with Endpoint(engine) as endpoint, client_of(endpoint) as client:
+        first = chat(client, HELLO)
+        n_remembered = figure(endpoint, "bandmaster_session_tokens")
+        assert n_remembered == first.usage.total_tokens
+        chat(client, HELLO)
+        assert figure(endpoint, "bandmaster_session_tokens") == n_remembered, "it is the same conversation"
+        messages = [*HELLO, first.choices[0].message, {"role": "user", "content": "go on"}]
+        used = chat(client, messages).usage
+        *_, last = chat(client, messages, stream=True, stream_options={"include_usage": True})
+        assert last.usage == used and used.prompt_tokens_details.known_tokens > 0
+        for name, n in (
+            ("prompt_tokens_total", 2 * (first.usage.prompt_tokens + used.prompt_tokens)),
+            ("answer_tokens_total", 2 * (first.usage.completion_tokens + used.completion_tokens)),
+            ("known_tokens_total", 2 * used.prompt_tokens_details.known_tokens),
+        ):
+            assert figure(endpoint, f"bandmaster_{name}") == n, name
+        until(lambda: figure(endpoint, "bandmaster_open_requests") == 0)
+
+
+def figure(endpoint, name):
+    """The value of a figure without labels."""
+    (found,) = re.findall(rf"^{name} (\S+)$", get(endpoint, "/metrics")[1], re.MULTILINE)
+    return float(found)
 
 
 # --- episodes ---
@@ -379,6 +460,37 @@ def test_a_session_is_one_episode_with_what_was_sampled(endpoint):
     assert set(episode.log_probs[episode.mask]) == {-0.5} and not episode.log_probs[~episode.mask].any()
     assert set(episode.versions[episode.mask]) == {0} and set(episode.versions[~episode.mask]) == {-1}
     assert endpoint.take("a") == endpoint.take() == endpoint.sessions() == []
+
+
+def turn_of(prompt, answer, session="a"):
+    n = len(answer)
+    return Turn(
+        session=session,
+        prompt=np.array(prompt, np.int32),
+        answer=np.array(answer, np.int32),
+        log_probs=np.full(n, -0.5, np.float32),
+        versions=np.zeros(n, np.int64),
+        finish_reason="stop",
+    )
+
+
+def test_a_turn_goes_on_with_the_longest_sequence_that_it_begins_with():
+    turns = [turn_of([1, 2, 3], [4]), turn_of([1], [2]), turn_of([1, 2, 3, 4, 5], [6]), turn_of([1, 9], [2])]
+    episodes = episodes_of(turns)
+    assert [episode.n_turns for episode in episodes] == [2, 1, 1]
+    assert episodes[0].tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert np.flatnonzero(episodes[0].mask).tolist() == [3, 5]
+
+
+def test_what_is_taken_makes_room_and_the_session_with_the_newest_turn_stays():
+    recorder = Recorder(10, None, keeps=True)
+    recorder.add(turn_of([1] * 5, [2], "a"))
+    assert len(recorder.take("a")) == 1
+    for session in ("a", "b", "a"):
+        recorder.add(turn_of([1] * 2, [2], session))
+    assert (recorder.sessions(), recorder.n_dropped) == (["b", "a"], 0)
+    recorder.add(turn_of([1] * 2, [2], "c"))
+    assert (recorder.sessions(), recorder.n_dropped) == (["a", "c"], 1)
 
 
 def test_a_session_has_the_name_that_its_header_has_in_utf_8_or_else_in_latin_1(endpoint):
@@ -419,7 +531,9 @@ def test_a_callback_gets_each_turn_and_its_errors_do_no_harm(engine, caplog):
         until(lambda: len(turns) == 2)
         with pytest.raises(bm.UsageError, match="record=True"):
             endpoint.take()
+        chat(client, HELLO, n=3)
     assert decode(turns[0].answer) == "you said hello there>" and len(turns[1].answer) == 2
+    assert [turn.number for turn in turns] == [0, 0, 0, 1, 2]
     assert "the callback is wrong" in caplog.text
 
 
@@ -443,6 +557,7 @@ def test_a_wrong_key_is_refused_everywhere_but_for_health(endpoint):
             assert raised.value.code == "invalid_api_key"
     request = post(BODY).replace(KEY.encode(), "ключ".encode())
     assert answered(raw(endpoint, request))[0] == 401
+    assert answered(raw(endpoint, post(BODY).replace(b"Bearer", b"Basic")))[0] == 401
     assert get(endpoint, "/v1/models", key=None)[0] == 401
     assert get(endpoint, "/metrics", key=None)[0] == 401
     assert get(endpoint, "/health", key=None)[0] == 200
