@@ -279,6 +279,20 @@ def test_rows_of_a_call_that_does_not_wait_can_be_passed_on(group):
 
 
 @inprocess
+def test_rows_are_waited_for_no_longer_than_asked(make_pool):
+    class Slow(bm.Worker):
+        @bm.register(bm.Dispatch.REQUEST)
+        async def rows(self):
+            await asyncio.sleep(60)
+
+    with bm.WorkerGroup(make_pool([1]), Slow) as slow:
+        future = slow.rows.submit()
+        with pytest.raises(bm.CallTimeout):
+            RowsLater(future).result(timeout=0.01)
+        future.cancel()
+
+
+@inprocess
 def test_jagged_columns_travel_as_rows(group):
     ids = torch.nested.as_nested_tensor([torch.arange(n) for n in (1, 5, 2, 3, 4)], layout=torch.jagged)
     rows = TensorDict({"ids": ids, "n": torch.tensor([1, 5, 2, 3, 4])}, batch_size=[5])
@@ -323,6 +337,8 @@ def test_modes_can_be_added_and_replaced(make_pool):
     with pytest.raises(bm.ProtocolError, match="unknown transfer protocol 'ONE_TO_NONE'"):
         register("ONE_TO_NONE")
     assert get_predefined_execute_fn(Execute.RANK_ZERO) == {"execute_fn_name": "execute_rank_zero"}
+    assert get_predefined_execute_fn(Execute.ALL) == {"execute_fn_name": "execute_all"}
+    assert Dispatch.from_name("one_to_all") is Dispatch.ONE_TO_ALL and Dispatch.from_name("two_to_all") is None
     assert getattr(Actor.add, MAGIC_ATTR) == {
         "dispatch_mode": Dispatch.ONE_TO_ALL,
         "execute_mode": Execute.ALL,
@@ -346,6 +362,18 @@ def test_workers_pass_on_what_they_have_registered(monkeypatch):
     ref._register_dispatch_collect_info("more", dp_rank=0, is_collect=True)
     with pytest.raises(ValueError, match="actor, more, with different places"):
         both.set_dispatch_collect("third", **ref.get_dispatch_collect())
+    both.set_dispatch_collect("more", **ref.get_dispatch_collect())
+    assert both._query_dispatch_info("more") == 0, "of several, the one of the same name"
+
+
+def test_workers_outside_of_a_group_are_described_by_their_environment(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    worker = Worker()
+    assert (worker.rank, worker.local_rank, worker.local_world_size) == (0, 0, 1)
+    assert worker.get_cuda_visible_devices() == "not set"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert Worker(cuda_visible_devices="3").get_cuda_visible_devices() == "3"
 
 
 @pytest.mark.backends("inprocess", "local", "ray")

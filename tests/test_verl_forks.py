@@ -261,6 +261,23 @@ def test_megatrons_modes_are_those_of_hybridflow(megatron):
         megatron.get_megatron_rank_info(8)
 
 
+class WithContext(Megatron):
+    """A worker of a Megatron of 8 ranks with context parallelism 2 in place of tensor parallelism."""
+
+    def get_megatron_rank_info(self):
+        return DistRankInfo(tp_rank=0, cp_rank=self.rank % 2, dp_rank=self.rank // 2 % 2, pp_rank=self.rank // 4)
+
+    def get_megatron_global_info(self):
+        return DistGlobalInfo(tp_size=1, cp_size=2, dp_size=2, pp_size=2)
+
+
+@inprocess
+def test_megatrons_modes_know_of_context_parallelism(make_pool):
+    group = NVMegatronRayWorkerGroup(make_pool([8]), RayClassWithInitArgs(WithContext))
+    assert group.own(["a", "b"]) == [("a", 4), ("b", 6)], "of the last stage and of one context rank"
+    assert group.generate_parts(list("abcdefgh")) == list(zip("aecgbfdh", range(8), strict=True))
+
+
 @inprocess
 def test_stages_that_have_exchanged_their_rows_are_collected_once(megatron, monkeypatch):
     monkeypatch.setattr(decorator, "_stages_share_rows", False)
