@@ -56,8 +56,8 @@ if eval "$runs"; then refuse "this host"; fi
 for host in "${others[@]}"; do
     if on "$host" "$runs"; then refuse "$host"; fi
 done
-ray start --head --node-ip-address="$HEAD" --port="$PORT" "${start[@]}" > /dev/null
 trap stop EXIT
+ray start --head --node-ip-address="$HEAD" --port="$PORT" "${start[@]}" > /dev/null
 for host in "${others[@]}"; do
     on "$host" "ray start --address='$RAY_ADDRESS' ${start[*]}" > /dev/null
 done

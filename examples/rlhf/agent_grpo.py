@@ -246,7 +246,7 @@ def run(options: AgentOptions) -> list[dict[str, float]]:
     """Train. Returns the metrics of each step."""
     found = []
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-    with open(options.out or os.devnull, "w", buffering=1) as file, started(options) as parts:
+    with started(options) as parts, open(options.out or os.devnull, "w", buffering=1) as file:
         for metrics in train(options, *parts):
             found.append(metrics)
             file.write(json.dumps(metrics) + "\n")  # at once, for a run that is interrupted

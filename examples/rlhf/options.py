@@ -17,7 +17,7 @@ from bandmaster.testing import finite
 
 __all__ = ["Options", "Places", "of_command_line", "option", "placed"]
 
-PICTURES = {"timeline": (".html", ".svg", ".png"), "plot": (".svg", ".png", ".pdf", ".jpg")}
+PICTURES = {"timeline": (".html", ".svg", ".png"), "plot": (".svg", ".png", ".pdf", ".jpg", ".jpeg", ".webp", ".eps")}
 PLACEMENTS = ("colocated", "split")
 
 
@@ -54,7 +54,7 @@ class Places:
                 raise SystemExit(f"--{known.name.replace('_', '-')} must be at least {least}, got {value}")
         for name, suffixes in PICTURES.items():
             file = getattr(self, name)
-            if file and Path(file).suffix not in suffixes:
+            if file and Path(file).suffix.lower() not in suffixes:
                 raise SystemExit(f"--{name} takes a file that ends with {', '.join(suffixes)}; got {file!r}")
 
 

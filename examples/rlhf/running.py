@@ -171,15 +171,19 @@ class Run:
         """The folder of the last checkpoint that is complete; None for a run that begins."""
         if not self.out:
             return None
-        steps, roles = sorted(self.out.glob("step-*")), " and ".join(self._trained)
+        steps, roles = sorted(self.out.glob("step-*")), set(self._trained)
         begun = self.out / "warm-up"
-        saved = [one for one in (begun, *steps) if all((one / role / ".metadata").exists() for role in self._trained)]
+        saved = [one for one in (begun, *steps) if {file.parent.name for file in one.glob("*/.metadata")} == roles]
         if self.options.resume and saved:
             if saved[0] != begun:
                 raise SystemExit(f"--resume needs {begun}, the weights of the reference: put it back")
             return saved[-1]
         if saved or steps or (self.out / "metrics.jsonl").exists():
-            missing = f"but no checkpoint of {roles}:" if self.options.resume else "already: add --resume, or"
+            missing = (
+                f"but no checkpoint of {' and '.join(self._trained)}:"
+                if self.options.resume
+                else "already: add --resume, or"
+            )
             raise SystemExit(f"--out {self.out} has a run {missing} name another folder")
         return None
 

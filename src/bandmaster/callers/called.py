@@ -268,7 +268,8 @@ class DirectMethod(CalledMethod):
             steps = _conflicts(path, processes, router.is_exclusive)
             free = [n for n, replica in enumerate(router.replicas) if steps.keys().isdisjoint(replica.ranks)]
             if steps and (where.is_all or not free or where.replica not in (None, *free)):
-                raise UsageError(refusal(path, next(iter(steps.values())), self._spec.label))
+                asked = f"{self._spec.label}.all" if where.is_all else self._spec.label
+                raise UsageError(refusal(path, next(iter(steps.values())), asked))
             request.avoids = frozenset(steps)
         self._group._watch(request, path, self._spec.label)
         return request

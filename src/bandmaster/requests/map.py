@@ -214,7 +214,7 @@ class MapFeed(Feed):
     # --- a watch ---
 
     def note(self, request: Request) -> None:
-        """Have the thread look at a request that has ended, or for which a place may be free. It does not block."""
+        """Have the thread look at the map, of which a request has ended. It does not block."""
         if request.has_outcome:
             self._requests_ended.append(request)
         self._look_soon()

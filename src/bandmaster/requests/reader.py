@@ -45,11 +45,11 @@ class LoopReader:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = ref(loop)  # which has this
-        setattr(loop, _OWNED, _Owned(self, set(), {}))
         self._arrived: deque[ref[asyncio.Future[None]]] = deque()  # that `tell` was called with
         self._soon: deque[Callable[[], object]] = deque()
         self._requests: dict[Request, None] = {}  # those that are waited for
         self._is_reading = self._is_scheduled = False
+        setattr(loop, _OWNED, _Owned(self, set(), {}))  # last: Ctrl-C leaves the loop with no half of a reader
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

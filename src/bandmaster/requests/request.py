@@ -102,7 +102,7 @@ class Request(RowsResult):
         tickets: The ticket of each rank, once it is sent.
         is_done: Whether its ranks have replied, or never will. Set by one assignment, by any thread.
         avoids: Ranks that it must not go to, though not all.
-        tell_map: Tells its map that it has ended, or that a place may be free for it; None if it is part of no map.
+        tell_map: Tells its map that it has ended; None if it is part of no map.
         asks_for: What it asks the ranks for in place of the method of its router, as `bandmaster.contract` names it.
         calls_back: Whether a request that runs on its group waits for it.
         on_item: Takes the items that it makes, if it runs a generator.

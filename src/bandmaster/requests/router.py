@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 from bandmaster.calls.open_work import OpenWork
@@ -47,7 +47,7 @@ class Router:
         is_idempotent: Whether requests that a worker may have begun may be sent again.
         concurrency: Most requests of the method that a replica runs at a time.
         replicas: The replicas.
-        waiting: The requests that wait for a place.
+        waiting: The requests that wait for a place, behind those to all replicas, which wait for their rows.
         are_requests: True.
         maps: The `MapFeed` of each map that is not over, which sends more requests as others end.
         watched: The requests that the thread of callbacks reads.
@@ -75,7 +75,6 @@ class Router:
         self._work: OpenWork = submitter.work
         self._lock = submitter.work.sending
         self._is_woken, self._n_deaths = False, 0  # since requests that wait were looked at
-        self._all_wait = False  # whether one that waits is for all replicas, and so needs its rows, but no place
         self._of_key: OrderedDict[Hashable, Replica] = OrderedDict()
         self._flushed_by: object = None  # the event loop that will call `flush`
         self._reads_stacks = threading.Lock()
@@ -148,8 +147,8 @@ class Router:
             self._flush_others()
             chosen = None if self.waiting and not request.target.is_all else self._choose(request)
             if chosen is None:
-                self.waiting.append(request)
-                self._all_wait = self._all_wait or request.target.is_all
+                n_ahead = _n_for_all(self.waiting) if request.target.is_all else len(self.waiting)
+                self.waiting.insert(n_ahead, request)
             else:
                 self._put(request, chosen)
             if is_flushed:
@@ -250,7 +249,7 @@ class Router:
         n_places = sum([max(0, replica.n_places) for replica in self.replicas])
         kept: list[Request] = []
         refused: set[int] = set()  # targets for which there is no place
-        while self.waiting and (n_places > 0 or self._all_wait):
+        while self.waiting and (n_places > 0 or self.waiting[0].target.is_all):  # which needs its rows alone
             request = self.waiting.popleft()
             chosen = None if id(request.target) in refused else self._choose(request)
             if chosen is not None:
@@ -261,7 +260,6 @@ class Router:
             if request.has_rows and not request.avoids:
                 refused.add(id(request.target))
         self.waiting.extendleft(reversed(kept))
-        self._all_wait = self._all_wait and any(request.target.is_all for request in kept)
 
     # --- sending ---
 
@@ -382,7 +380,7 @@ class Router:
                 if not reader.call(self.advance):  # an event loop that is stopped, or busy, does so later
                     self._readers.pop(reader, None)
             if self.maps or self.watched:
-                with contextlib.suppress(ResourceError):  # the thread runs, as it has these
+                with contextlib.suppress(ResourceError):  # else the thread runs, as it has these
                     progress.add(self._look)
 
     def withdraw(self, request: Request) -> None:
@@ -434,6 +432,11 @@ def _take(batch: Sequence[Request], rank: int, tickets: Sequence[Ticket]) -> Non
 
 def _n_open(replica: Replica) -> int:
     return len(replica.load.open)
+
+
+def _n_for_all(waiting: Iterable[Request]) -> int:
+    """The number of requests to all replicas at the beginning of those that wait."""
+    return sum(1 for _ in takewhile(lambda request: request.target.is_all, list(waiting)))
 
 
 def _running_loop() -> Any:

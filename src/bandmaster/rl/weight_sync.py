@@ -194,7 +194,8 @@ class WeightSync:
     def wait_until_healed(self, timeout: float | None = None) -> bool:
         """Wait until no replica is being replaced, or is known to have died.
 
-        Returns False if that takes longer than ``timeout`` seconds.
+        Returns False if that takes longer than ``timeout`` seconds. Do not call it from an ``on_death`` callback, since
+        the replacement begins when these callbacks have returned.
 
         Raises:
             BandmasterError: A replica could not be replaced.

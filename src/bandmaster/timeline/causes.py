@@ -68,7 +68,7 @@ def diagnosis(calls: Iterable[CallRecord | Call], more: Sequence[Finding] = ()) 
 
     Args:
         calls: The calls, such as those of a trace.
-        more: Further findings about them, such as those of `Waits`.
+        more: Further findings about them, such as those of `Waits`; all of them count.
 
     Example:
         >>> from bandmaster.timeline import Call, Moments, diagnosis
@@ -97,7 +97,7 @@ def findings(calls: Iterable[CallRecord | Call], more: Sequence[Finding] = ()) -
 
     Args:
         calls: The calls, such as those of a trace.
-        more: Further findings about them, such as those of `Waits`.
+        more: Further findings about them, such as those of `Waits`; all of them count.
     """
     return _findings(_Known(calls), more)
 
@@ -105,7 +105,7 @@ def findings(calls: Iterable[CallRecord | Call], more: Sequence[Finding] = ()) -
 def _findings(known: _Known, more: Sequence[Finding]) -> list[Finding]:
     if not known.calls:
         return []
-    found = list(more)
+    found: list[Finding] = []
     methods: dict[tuple[str, str, bool], list[Call]] = {}
     for call in known.calls:
         methods.setdefault((call.group, call.method, call.is_request), []).append(call)
@@ -120,7 +120,7 @@ def _findings(known: _Known, more: Sequence[Finding]) -> list[Finding]:
             found += costly
     found += [*_links(known), _controller(known, small)]
     kept = [finding for finding in found if finding.share >= LEAST[finding.kind]]
-    return sorted(kept, key=lambda finding: -finding.share)
+    return sorted([*more, *kept], key=lambda finding: -finding.share)
 
 
 class _Known:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from bandmaster import BandmasterError, CallRecord, Trace, UsageError
-from bandmaster.timeline.causes import Finding, diagnosis, findings, length, merged, percent
+from bandmaster.timeline.causes import LEAST, Finding, diagnosis, findings, length, merged, percent
 from bandmaster.timeline.run import Call, named
 
 IN_COLLECTIVE = "/torch/distributed/"  # in the file names of a stack
@@ -131,7 +131,7 @@ def awaited(calls: Sequence[Call], samples: Sequence[Sample]) -> list[Finding]:
         late = tuple(sorted(r for r in set(missing) if missing.count(r) > MOSTLY * len(telling)))
         spans = merged((c.sent, c.end) for c in by_number.values() if (c.group, c.method) == (group, method))
         share = length(spans) * len(telling) / len(of_method) / max(total, 1e-9)
-        if len(telling) >= LEAST_SAMPLES and late:
+        if len(telling) >= LEAST_SAMPLES and late and share >= LEAST["slow"]:
             text = f"in {method}, ranks wait in collective operations for {named(late)} of {group} ({percent(share)})"
             found.append(Finding("slow", share, text, group, method, late))
     return found

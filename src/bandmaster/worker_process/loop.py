@@ -182,7 +182,8 @@ class Loop:
             if kind == MessageKind.CALLER and (caller := self.lane.new_caller()) is not None:
                 caller.hang_up()
             failure = self._executor.failure(error)
-            numbers = [one[0] for one in read_content(self.lane.body)] if kind == MessageKind.REQUESTS else [number]
+            is_unserved = kind == MessageKind.REQUESTS and self._requests is None
+            numbers = [one[0] for one in read_content(self.lane.body)] if is_unserved else [number]
             for number in numbers:
                 reply(self.lane, number, [failure])
             self.lane.body = None
