@@ -235,6 +235,8 @@ def test_the_stall_of_a_call_under_way_is_in_the_picture(backend, tmp_path):
         future = bm.WorkerGroup(pool, Gate).wait_for.options(stall_after=1.5).submit(tmp_path / "gate")
         until(lambda: [stall for stall in bm.stalls() if stall.at > trace.began])
         run = trace.timeline().run
+        bm.WorkerGroup(pool, Gate).note()
+        assert [call.method for call in Run.of(trace, last=0.0).calls] == ["Gate.wait_for", "Gate.note"]
         (tmp_path / "gate").touch()
         future.result()
     (stall,) = run.stalls

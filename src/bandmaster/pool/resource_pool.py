@@ -53,8 +53,8 @@ class ResourcePool:
         gpus_per_worker: How many GPUs each slot has with ``use_gpu``. The worker's ``CUDA_VISIBLE_DEVICES`` lists them;
             its ``device`` is the first one.
         name_prefix: Name of the pool in messages, and prefix of its workers' names.
-        max_colocate_count: How many groups may share a slot. On Ray, each claims ``1 / max_colocate_count`` of the
-            slot's GPU and CPUs in Ray's accounting; neither memory nor computation is limited.
+        max_colocate_count: How many groups may share a slot. Of the slot's GPU and CPUs, each group of verl's actors
+            claims ``1 / max_colocate_count`` in Ray's accounting; neither memory nor computation is limited.
         cpus_per_worker: CPUs reserved for each slot, shared by all groups on it. Only a Ray cluster counts CPUs.
         placement_timeout: Seconds to wait for resources that other pools hold. Only backend ``"ray"`` waits.
         nodes: Where the nodes of the pool may be: the address or host name of a node, or a dict of labels

@@ -110,7 +110,7 @@ class Run:
         told = [stall for stall in stalls() if stall.at <= until or (stall.group, stall.method) in under_way]
         noticed = [stall for stall in told if stall.at >= trace.began]
         if last is not None:
-            calls = [call for call in calls if call.end >= end - last]
+            calls = [call for call in calls if call.done is None or call.end >= end - last]
         return cls(tuple(calls), places, tuple(noticed), trace.began)
 
     @property
