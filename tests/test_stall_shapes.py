@@ -34,7 +34,7 @@ class Ranks(bm.Worker):
 
     def until(self, gate):
         while not gate.exists():
-            time.sleep(0.05)
+            time.sleep(0.3)  # seldom: a rank that looks just then computes, as its notice would say
 
     def after(self, gate, function):
         threading.Thread(target=lambda: (self.until(gate), function())).start()
