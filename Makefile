@@ -25,7 +25,7 @@ test-fast: $(VENV)/.dev
 
 test-all: test  ## and the slow rest: tutorials, examples, benchmarks, soak, random programs, several hosts, verl's own tests
 	$(PYTEST) -m slow $(TEST_OPTIONS)
-	$(MAKE) --no-print-directory --jobs=2 test-hosts-fast fuzz simulate test-verl-fast $(if $(CI),$(SHORTER))
+	$(MAKE) --no-print-directory --jobs=2 test-hosts-fast test-verl-fast fuzz simulate $(if $(CI),$(SHORTER))
 
 # What anybody runs by hand goes on for a minute each time, with other seeds.
 SHORTER := FUZZ_OPTIONS="--minutes 0.5 --seed 1" SIMULATION_OPTIONS="--minutes 0.5 --seed 1"
