@@ -146,11 +146,12 @@ class Router:
         with self._lock:
             self._flush_others()
             chosen = None if self.waiting and not request.target.is_all else self._choose(request)
-            if chosen is None:
-                n_ahead = _n_for_all(self.waiting) if request.target.is_all else len(self.waiting)
-                self.waiting.insert(n_ahead, request)
-            else:
+            if chosen is not None:
                 self._put(request, chosen)
+            elif request.target.is_all:
+                self.waiting.insert(_n_for_all(self.waiting), request)
+            else:
+                self.waiting.append(request)
             if is_flushed:
                 self._flush_all()
             return chosen is not None
@@ -380,7 +381,7 @@ class Router:
                 if not reader.call(self.advance):  # an event loop that is stopped, or busy, does so later
                     self._readers.pop(reader, None)
             if self.maps or self.watched:
-                with contextlib.suppress(ResourceError):  # else the thread runs, as it has these
+                with contextlib.suppress(ResourceError):  # there is no such thread, and so nobody to tell
                     progress.add(self._look)
 
     def withdraw(self, request: Request) -> None:

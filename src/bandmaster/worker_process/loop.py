@@ -184,8 +184,8 @@ class Loop:
             failure = self._executor.failure(error)
             is_unserved = kind == MessageKind.REQUESTS and self._requests is None
             numbers = [one[0] for one in read_content(self.lane.body)] if is_unserved else [number]
-            for number in numbers:
-                reply(self.lane, number, [failure])
+            for failed in numbers:
+                reply(self.lane, failed, [failure])
             self.lane.body = None
 
     def _wait_at_the_fence(self) -> None:
