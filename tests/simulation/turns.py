@@ -29,6 +29,7 @@ class Turns:
         rival: The group that shares the slots of the program's own one.
         inside: The blocks that are in a turn: the thread or task, and whether it is that of the rival, of each group.
         are_even: Whether the hooks of both groups alternate, as none has failed or was interrupted.
+        to_press: How often Ctrl-C was still to be pressed as the main thread asked for the turn that it asks for; or 0.
         had: The groups of turns that have ended while others of them lasted, whose calls may still run.
         may_fail: Whether hooks may fail.
     """
@@ -38,6 +39,7 @@ class Turns:
         self.inside: list[tuple[str, frozenset[bool]]] = []
         self.had: frozenset[bool] = frozenset()
         self.are_even, self.may_fail = True, False
+        self.to_press = 0
 
     def turn_of(self, program: Program, wanted: frozenset[bool], timeout: float | None) -> Any:
         """The turn of one group, or of both."""
@@ -68,6 +70,8 @@ class Turns:
     def asking(self, program: Program, timeout: float | None, is_refused: bool = False) -> Iterator[None]:
         """A block that asks for a turn; judges its error."""
         world = program.world
+        if world.current is world.main:
+            self.to_press = world.interrupts_left
         try:
             yield
         except KeyboardInterrupt:
@@ -89,6 +93,9 @@ class Turns:
         except bm.CallCancelled as error:
             world.check(program.is_renewed, "a turn was cancelled", error)
             self.are_even = False
+        finally:
+            if world.current is world.main:
+                self.to_press = 0
 
 
 def take_turn(program: Program, draw: random.Random, mine: list[Sent]) -> None:
@@ -184,9 +191,11 @@ def _call_rival(program: Program, draw: random.Random, mine: list[Sent]) -> None
 
 def check_hook(program: Program, rank: object, method: str, is_resident: bool) -> None:
     """Hooks alternate; no call runs beside them."""
-    turns = program.turns
-    if turns is not None and turns.are_even and not (program.is_renewed or program.has_died()):
-        program.world.check(is_resident == (method == "on_yield"), "hooks do not alternate", rank, method)
+    turns, world = program.turns, program.world
+    if turns is None or world.interrupts_left < turns.to_press:  # the main thread leaves a turn whose hook is unknown
+        return
+    if turns.are_even and not (program.is_renewed or program.has_died()):
+        world.check(is_resident == (method == "on_yield"), "hooks do not alternate", rank, method)
 
 
 def check_over(settled_s: float) -> None:
