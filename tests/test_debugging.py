@@ -104,11 +104,17 @@ def step(child, n):
         child.expect_exact("(Pdb) ")
 
 
-def attached(*arguments):
-    """``bandmaster debug`` on a terminal, at its first prompt behind `breakpoint()`, where Python 3.13 has one more."""
+def prompted(*arguments):
+    """``bandmaster debug`` on a terminal, at its first prompt."""
     command = ["-m", "bandmaster", "debug", *arguments, *MINE]
     child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=100)
     child.expect_exact("(Pdb) ")
+    return child
+
+
+def attached(*arguments):
+    """``bandmaster debug`` on a terminal, at its first prompt behind `breakpoint()`, where Python 3.13 has one more."""
+    child = prompted(*arguments)
     if "-> breakpoint()" in child.before:
         child.sendline("n")
         child.expect_exact("(Pdb) ")
@@ -287,7 +293,7 @@ def test_a_call_that_was_cancelled_leaves_the_debugger_when_it_goes_on(group):
     future = group.step.submit(1, [1])
     wait_until_in_debugger(group, [1])
     assert future.cancel()
-    child = attached(group.name)
+    child = prompted(group.name)
     child.sendline("c")
     ended(child, "goes on")
     with pytest.raises(bm.CallCancelled):
