@@ -381,6 +381,27 @@ def test_cancelling_the_task_that_waits_closes_the_stream(three, gate):
     assert three.ranks.options(timeout=30)()[0] == (0, None)
 
 
+@pytest.mark.backends("local")
+def test_a_task_that_is_cancelled_as_it_gets_an_item_ends_then(three):
+    async def take(stream):
+        await anext(stream)
+        for _ in range(20):  # more rounds of the event loop than it is cancelled after
+            await asyncio.sleep(0)
+
+    async def main(n_rounds):
+        stream, has_come = three.double.options(timeout=60).stream(np.arange(3)), threading.Event()
+        three.ranks.submit().add_done_callback(lambda _: has_come.set())  # behind it
+        assert has_come.wait(30)
+        task = asyncio.ensure_future(take(stream))
+        for _ in range(n_rounds):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    assert all([asyncio.run(main(n_rounds)) for n_rounds in range(6)])
+
+
 # --- several at once, and what goes wrong -------------------------------------------------------------------------
 
 STREAMS = {

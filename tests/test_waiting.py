@@ -198,6 +198,28 @@ def test_futures_in_an_event_loop(groups):
     assert asyncio.run(main()) == [4, 5]
 
 
+async def await_and_go_on(what):
+    await what
+    for _ in range(20):  # more rounds of the event loop than it is cancelled after
+        await asyncio.sleep(0)
+
+
+def test_a_task_that_is_cancelled_as_the_reply_arrives_ends_then(groups):
+    async def main(n_rounds):
+        future, has_come = groups[0].sleep.options(timeout=60).submit(0.01), threading.Event()
+        task = asyncio.ensure_future(await_and_go_on(future))
+        await asyncio.sleep(0)
+        future.add_done_callback(lambda _: has_come.set())
+        assert has_come.wait(30), "while the event loop does nothing else"
+        for _ in range(n_rounds):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    assert all([asyncio.run(main(n_rounds)) for n_rounds in range(6)])
+
+
 def test_a_call_may_end_after_the_event_loop_in_which_it_was_awaited(groups, caplog):
     async def give_up():
         future = groups[0].sleep.options(timeout=0.01).submit(0.3)

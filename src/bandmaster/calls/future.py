@@ -207,19 +207,18 @@ class Future(Handle, Generic[T]):
         import asyncio  # here, as it takes a third of the import time of the whole library
 
         loop = asyncio.get_running_loop()
-        arrived = asyncio.Event()
+        arrived = loop.create_future()
 
         def tell(_: object) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop was closed
-                loop.call_soon_threadsafe(arrived.set)
+                loop.call_soon_threadsafe(arrived.set_result, None)
 
         self.add_done_callback(tell)
         timeout_s = self._call.site.limits().timeout
         try:
-            while not arrived.is_set():
-                try:
-                    yield from asyncio.wait_for(arrived.wait(), timeout_s).__await__()
-                except asyncio.TimeoutError:
+            while not arrived.done():
+                yield from asyncio.wait([arrived], timeout=timeout_s).__await__()  # `wait_for` may lose a cancellation
+                if not arrived.done():
                     self._check_debugged(timeout_s)
         except asyncio.CancelledError:
             self.cancel()

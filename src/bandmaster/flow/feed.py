@@ -48,14 +48,14 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        self._wakes: dict[object, Callable[[], object]] = {}  # of the tasks that wait
+        self._wakes: set[Callable[[], object]] = set()  # of the tasks that wait
 
     def put(self, arrival: Arrival) -> None:
         """Add an arrival; it does not block."""
         self._queue.put(arrival)
-        for wake in list(self._wakes.values()):
-            with contextlib.suppress(RuntimeError):  # the event loop was closed
-                wake()
+        while self._wakes:
+            with contextlib.suppress(KeyError, RuntimeError):  # another thread was faster; the event loop was closed
+                self._wakes.pop()()
 
     def drained(self) -> list[Future[Any]]:
         """Remove and return all futures."""
@@ -69,21 +69,23 @@ class Arrivals:
         """Wait for the next arrival. Raises queue.Empty if none comes in time."""
         return self._queue.get(timeout=Deadline(timeout_s).left())
 
-    async def get_async(self) -> Arrival:
-        """Wait for the next arrival in an event loop."""
+    async def get_async(self, timeout_s: float | None) -> Arrival:
+        """Wait for the next arrival in an event loop. Raises queue.Empty if none comes in time."""
         import asyncio  # here, as it takes a third of the import time of the whole library
 
-        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-        self._wakes[arrived] = lambda: loop.call_soon_threadsafe(arrived.set)
-        try:
-            while True:
-                arrived.clear()
-                try:
-                    return self._queue.get_nowait()
-                except queue.Empty:
-                    await arrived.wait()
-        finally:
-            del self._wakes[arrived]
+        loop, deadline = asyncio.get_running_loop(), Deadline(timeout_s)
+        while True:
+            arrived = loop.create_future()
+            wake = functools.partial(loop.call_soon_threadsafe, arrived.set_result, None)
+            self._wakes.add(wake)
+            try:
+                return self._queue.get_nowait()
+            except queue.Empty:
+                # Not `wait_for`, which before Python 3.12 loses a cancellation that comes with the arrival.
+                if not (await asyncio.wait([arrived], timeout=deadline.left()))[0]:
+                    raise
+            finally:
+                self._wakes.discard(wake)
 
 
 class Feed(Result):

@@ -102,14 +102,12 @@ class Stream(Closing):
 
     async def __anext__(self) -> Future[Any]:
         """Wait for the next result in an event loop; see `__next__`. Cancelling the waiting task closes the stream."""
-        import asyncio  # here, as it takes a third of the import time of the whole library
-
         timeout_s = self._feed.site.limits().timeout
         with self._closing_after_errors():
             while self._is_open:
                 try:
-                    future = await asyncio.wait_for(self._arrivals.get_async(), timeout_s)
-                except asyncio.TimeoutError:
+                    future = await self._arrivals.get_async(timeout_s)
+                except queue.Empty:
                     self._check_debugged(timeout_s)
                     continue
                 if self._is_item(future):
