@@ -399,7 +399,7 @@ def test_a_task_that_is_cancelled_as_it_gets_an_item_ends_then(three):
         await asyncio.wait([task])
         return task.cancelled()
 
-    assert all([asyncio.run(main(n_rounds)) for n_rounds in range(6)])
+    assert [asyncio.run(main(n_rounds)) for n_rounds in range(6)] == [True] * 6
 
 
 # --- several at once, and what goes wrong -------------------------------------------------------------------------

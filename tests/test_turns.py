@@ -282,6 +282,35 @@ def test_ctrl_c_as_a_turn_begins_leaves_it_to_others(actor, critic):
     assert kept == [n - 1], "when it has begun, where a with statement takes no notice of Ctrl-C"
 
 
+@pytest.mark.backends("inprocess")
+def test_ctrl_c_as_a_task_asks_for_a_turn_leaves_it_to_others(actor, critic):
+    for n in range(1, 2000):
+        turn, loop = actor.turn(), asyncio.new_event_loop()
+        task = loop.create_task(turn.__aenter__())
+        was_pressed = pressed(lambda loop=loop, task=task: loop.run_until_complete(task), n)
+        if was_pressed and task.cancel():  # as `asyncio.run` does
+            loop.run_until_complete(asyncio.wait([task]))
+        loop.close()
+        if not was_pressed:
+            turn.__exit__()
+            break
+        with critic.turn(timeout=DEADLINE_S):
+            assert critic.run([1]) == [2]
+    assert 3 < n < 1999
+
+
+@pytest.mark.backends("inprocess")
+def test_a_turn_is_left_to_others_if_the_event_loop_of_the_task_that_waits_for_it_was_closed(actor, critic):
+    loop = asyncio.new_event_loop()
+    with critic.turn():
+        task = loop.create_task(actor.turn().__aenter__())
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+    with critic.turn(timeout=DEADLINE_S):
+        assert critic.run([1]) == [2]
+    assert not task.done()
+
+
 @pytest.mark.backends("inprocess", "local")
 def test_ctrl_c_as_a_turn_waits_for_the_map_of_another_thread_leaves_that_map_alone(actor, critic):
     rows = list(range(12))

@@ -217,7 +217,7 @@ def test_a_task_that_is_cancelled_as_the_reply_arrives_ends_then(groups):
         await asyncio.wait([task])
         return task.cancelled()
 
-    assert all([asyncio.run(main(n_rounds)) for n_rounds in range(6)])
+    assert [asyncio.run(main(n_rounds)) for n_rounds in range(6)] == [True] * 6
 
 
 def test_a_call_may_end_after_the_event_loop_in_which_it_was_awaited(groups, caplog):

@@ -113,10 +113,9 @@ class Turn:
         import asyncio  # here, as it takes a third of the import time of the whole library
 
         self._ask(blocks_thread=False)
-        entered = run_in_thread("bandmaster-turn", self._enter)
         try:
-            await asyncio.wrap_future(entered)
-        except asyncio.CancelledError:
+            await asyncio.wrap_future(run_in_thread("bandmaster-turn", self._enter))
+        except BaseException:  # the task is cancelled or collected, or Ctrl-C has come, perhaps as the thread was started
             with _changed:
                 self._why = CallCancelled("the task that waited for a turn was cancelled")
                 _changed.notify_all()
@@ -173,6 +172,8 @@ class Turn:
             _entered.append(self)
 
     def _check_waited_for(self) -> None:
+        if (task := self.owner.task) is not None and task.get_loop().is_closed():
+            self._why = CallCancelled("the event loop of the task that waited for a turn was closed")
         if self._why is not None:
             raise self._why
 
