@@ -161,6 +161,34 @@ def test_a_future_can_be_polled_for_ever(groups):
     slow.result()
 
 
+async def value_of(future):
+    return await future
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [lambda one: bm.wait([one]), lambda one: list(bm.as_completed([one])), lambda one: asyncio.run(value_of(one))],
+)
+def test_a_callback_that_would_wait_for_others_raises(groups, wait):
+    def use(_):
+        pending = groups[1].sleep.submit(30)
+        try:
+            wait(pending)
+        except BaseException as error:
+            raised.append(error)
+        pending.cancel()
+        raised.append(bm.wait([pending], timeout=0).done if pending.exception() else None)
+        has_ended.set()
+
+    raised, has_ended = [], threading.Event()
+    groups[0].sleep.submit(0.05).add_done_callback(use)
+    assert has_ended.wait(20)
+    error, done = raised
+    assert isinstance(error, bm.UsageError)
+    assert "call result() of each future, or wait in a thread of your own" in str(error)
+    assert len(done) == 1, "which are done, it may know"
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

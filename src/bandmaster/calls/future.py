@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 from weakref import ref
 
 from bandmaster.calls.derived import Derived
+from bandmaster.calls.progress import progress
 from bandmaster.calls.request import encode_argument
 from bandmaster.calls.result import Result, note_calls
 from bandmaster.codec import decode
@@ -188,7 +189,8 @@ class Future(Handle, Generic[T]):
         """Call ``fn(self)`` once the call is done: now, in this thread, if it is; else in the thread of all callbacks.
 
         A slow callback delays all others, and the items of streams and the requests of maps, which the same thread
-        handles: it must not wait for those. An exception that ``fn`` raises is logged.
+        handles: it must not wait for those. It may wait for calls by `result`; `wait`, `as_completed` and ``await``
+        raise `UsageError` there if a call is not done. An exception that ``fn`` raises is logged.
 
         Raises:
             ResourceError: The system allows no more threads or descriptors.
@@ -214,6 +216,8 @@ class Future(Handle, Generic[T]):
                 loop.call_soon_threadsafe(arrived.set_result, None)
 
         self.add_done_callback(tell)
+        if self._call.done is None:
+            progress.check_may_wait()
         timeout_s = self._call.site.limits().timeout
         try:
             while not arrived.done():

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from bandmaster.contract import Workers
-from bandmaster.errors import ResourceError
+from bandmaster.errors import ResourceError, UsageError
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
@@ -118,6 +118,14 @@ class Progress:
         looked = threading.Event()
         self.add(Once(watch.workers, looked.set))
         return looked.wait(deadline.left())
+
+    def check_may_wait(self) -> None:
+        """Raise UsageError in the thread itself, which would wait for a callback that it alone calls."""
+        if threading.get_ident() == self._ident:
+            raise UsageError(
+                "a callback cannot wait for a call by wait, as_completed or await, which need other callbacks of its "
+                "thread; call result() of each future, or wait in a thread of your own"
+            )
 
     def _run(self) -> None:
         is_idle, self._ident = False, threading.get_ident()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.options import check_seconds
+from bandmaster.calls.progress import progress
 from bandmaster.calls.result import note_calls
 from bandmaster.errors import UsageError
 from bandmaster.platform.deadline import Deadline
@@ -44,7 +45,7 @@ def wait(
 
     Raises:
         UsageError: An item is not a bandmaster `Future`, ``timeout`` is not a non-negative number or None, or
-            ``return_when`` is unknown.
+            ``return_when`` is unknown; or a callback would wait, see `Future.add_done_callback`.
 
     Source: `concurrent.futures.wait`.
     """
@@ -73,7 +74,8 @@ def as_completed(futures: Iterable[Future[Any]], timeout: float | None = None) -
         timeout: Seconds from this call on, after which the iterator raises `TimeoutError`; None sets no limit.
 
     Raises:
-        UsageError: An item is not a bandmaster `Future`, or ``timeout`` is not a non-negative number or None.
+        UsageError: An item is not a bandmaster `Future`, or ``timeout`` is not a non-negative number or None; or, in
+            the iteration, a callback would wait, see `Future.add_done_callback`.
         TimeoutError: Not all futures were done in time.
 
     Source: `concurrent.futures.as_completed`.
@@ -99,6 +101,8 @@ def _as_they_come(futures: list[Future[Any]], deadline: Deadline) -> Generator[F
         for call, when_done in watches:
             call.watch(when_done)
         for _ in futures:
+            if done.empty() and deadline.left() != 0.0:
+                progress.check_may_wait()
             yield done.get(timeout=deadline.left())
     except queue.Empty:
         return

@@ -115,7 +115,7 @@ class Turn:
         self._ask(blocks_thread=False)
         try:
             await asyncio.wrap_future(run_in_thread("bandmaster-turn", self._enter))
-        except BaseException:  # the task is cancelled or collected, or Ctrl-C has come, perhaps as the thread was started
+        except BaseException:  # the task is cancelled or collected, or Ctrl-C has come, perhaps in the thread's start
             with _changed:
                 self._why = CallCancelled("the task that waited for a turn was cancelled")
                 _changed.notify_all()
