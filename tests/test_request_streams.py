@@ -1,8 +1,10 @@
 """Streams of requests: the items that one replica makes, its place until they end, and the ends that there are."""
 
 import asyncio
+import copy
 import gc
 import os
+import pickle
 import signal
 import threading
 import time
@@ -606,6 +608,23 @@ def test_closing_the_group(make_group):
 def test_mistakes(group, use, error, message):
     with pytest.raises(error, match=message):
         use(group)
+
+
+@pytest.mark.backends("inprocess")
+@pytest.mark.parametrize(
+    "stream",
+    [
+        lambda group: group.count.stream(3),
+        lambda group: group.made.map([0, 0, 0]),
+        lambda group: group.take_counts.stream(),
+    ],
+)
+def test_a_stream_cannot_be_copied_as_the_end_of_the_copy_would_end_it(group, stream):
+    with stream(group) as one:
+        for again in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="a stream cannot be copied or pickled: its end cancels the rest"):
+                again(one)
+        assert len(list(one)) in (2, 3)
 
 
 def test_a_generator_that_is_not_async_is_refused():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.progress import Once, progress
@@ -53,6 +53,12 @@ class Closing:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a stream cannot be copied or pickled: its end cancels the rest of its results; share the stream itself with "
+            "other threads and tasks, or pass on its results"
+        )
 
     def __del__(self) -> None:
         if self._is_open:  # not by `__dict__`, which is made then, and keeps all of a cycle for the next collection
