@@ -174,6 +174,7 @@ def test_a_run_that_goes_back_to_an_older_checkpoint_goes_on_from_there(tmp_path
     checkpoints = rl.Checkpoints(tmp_path, keep=3)
     for number in (10, 20, 30):
         checkpoints.save(number, of_one_weight(number), step=number)
+    checkpoints.wait()
     read = of_one_weight(0)
     checkpoints = rl.Checkpoints(tmp_path, keep=3)
     assert checkpoints.load(read, number=10, step=0) == {"step": 10}
@@ -231,6 +232,110 @@ def test_dicts_and_lists_are_loaded_whole_whatever_there_was_before(tmp_path, is
     )
     assert found["seen"] == {"a": 1, 2: {"b": []}} and found["none"] == {} and found["rows"] == [{"x": 1}, {"y": 2}]
     assert found["tensors"]["t"].tolist() == [1, 1]
+
+
+def trained(model, optimizer, n_steps):
+    """What some steps make of a model: its weights, and the optimizer's count of steps."""
+    for _ in range(n_steps):
+        optimizer.zero_grad()
+        model(torch.ones(4, 1)).sum().backward()
+        optimizer.step()
+    return model.weight.item(), [float(state["step"]) for state in optimizer.state.values() if "step" in state]
+
+
+OPTIMIZERS = [
+    lambda weights: torch.optim.AdamW(weights, lr=0.1),
+    lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    lambda weights: torch.optim.SGD(weights, lr=0.1, weight_decay=0.1),
+]
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize("optimizer_of", OPTIMIZERS)
+def test_a_checkpoint_before_the_first_step_changes_nothing_of_the_training(tmp_path, optimizer_of, has_gradients):
+    def fresh():
+        model = of_one_weight(1)
+        optimizer = optimizer_of(model.parameters())
+        if has_gradients:
+            model(torch.ones(4, 1)).sum().backward()
+        return model, optimizer
+
+    expected = trained(*fresh(), 2)
+    model, optimizer = fresh()
+    gradient = model.weight.grad
+    checkpoints = rl.Checkpoints(tmp_path)
+    checkpoints.save(0, model, optimizer)
+    rl.save(tmp_path / "other", model, optimizer)
+    assert model.weight.grad is gradient and not optimizer.state
+    assert trained(model, optimizer, 2) == expected
+    for path in (tmp_path / "checkpoint-0", tmp_path / "other"):
+        checkpoints.wait()
+        model, optimizer = fresh()
+        gradient = model.weight.grad
+        rl.load(path, model, optimizer)
+        assert model.weight.grad is gradient
+        assert trained(model, optimizer, 2) == expected
+
+
+@pytest.mark.parametrize("optimizer_of", OPTIMIZERS)
+def test_an_optimizer_that_has_gradients_and_no_state_is_loaded(tmp_path, optimizer_of):
+    model = of_one_weight(1)
+    optimizer = optimizer_of(model.parameters())
+    trained(model, optimizer, 2)
+    rl.save(tmp_path / "two", model, optimizer)
+    expected = trained(model, optimizer, 1)
+    model = of_one_weight(1)
+    optimizer = optimizer_of(model.parameters())
+    model(torch.ones(4, 1)).sum().backward()
+    rl.load(tmp_path / "two", model, optimizer)
+    assert trained(model, optimizer, 1) == expected
+
+
+def test_a_load_that_fails_leaves_an_optimizer_without_a_step_as_it_was(tmp_path):
+    model = of_one_weight(1)
+    rl.save(tmp_path / "model", model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="could not be read"):
+        rl.load(tmp_path / "model", model, optimizer)
+    assert not optimizer.state
+
+
+def test_none_loads_what_was_saved(tmp_path):
+    more = {
+        "data": {"epoch": 3},
+        "order": [4, 1],
+        "one": ([1],),
+        "two": (1, 2),
+        "rng": torch.arange(3),
+        "nothing": None,
+    }
+    rl.save(tmp_path / "saved", of_one_weight(1), **more, parts={"t": torch.ones(2)})
+    found = rl.load(tmp_path / "saved", of_one_weight(0), **dict.fromkeys(more))
+    assert found.pop("rng").tolist() == [0, 1, 2] and more.pop("rng") is not None
+    assert found == more
+    assert rl.load(tmp_path / "saved", of_one_weight(0), one=(), two=()) == {"one": ([1],), "two": (1, 2)}
+
+
+def test_what_ranks_save_under_one_name_is_that_of_rank_0(tmp_path):
+    class Saves(bm.Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def kept(self, folder):
+            rl.start_torch_distributed(self)
+            mesh = rl.device_mesh(self, "dp")
+            more = {"seen": self.rank, "rng": torch.tensor([self.rank]), "rank": {"is": self.rank}}
+            own, none = {f"of_{self.rank}": self.rank}, dict.fromkeys(more)
+            cut = dist.tensor.distribute_tensor(torch.arange(4), mesh, [dist.tensor.Shard(0)])
+            rl.save(f"{folder}/saved", of_one_weight(1), **more, **own, cut={"x": cut})
+            checkpoints = rl.Checkpoints(folder)
+            checkpoints.save(1, of_one_weight(1), **more)
+            saved = rl.load(f"{folder}/saved", of_one_weight(0), **none, **own, cut={"x": torch.zeros_like(cut)})
+            return {**saved, "cut": saved["cut"]["x"].to_local().tolist()}, checkpoints.load(of_one_weight(0), **none)
+
+    with bm.ResourcePool([2]) as pool:
+        for rank, (saved, kept) in enumerate(bm.WorkerGroup(pool, Saves, mesh=Mesh(dp=2)).kept(str(tmp_path))):
+            assert saved.pop(f"of_{rank}") == rank
+            assert saved.pop("cut") == [2 * rank, 2 * rank + 1]
+            assert saved == kept == {"seen": 0, "rng": torch.tensor([0]), "rank": {"is": 0}}
 
 
 def test_ctrl_c_as_a_checkpoint_is_waited_for_leaves_it_to_the_next_wait(tmp_path):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from numbers import Integral
 from pathlib import Path
@@ -29,7 +30,8 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
         path: A folder that all ranks can reach, and all ranks that will load it.
         model: The model; with FSDP2 or tensor parallelism, its parameters are ``DTensor``.
         optimizer: Its optimizer.
-        **more: Tensors, dicts of tensors, or values that can be pickled, such as ``step=100``; of rank 0.
+        **more: Tensors, dicts of tensors, or values that can be pickled, such as ``step=100``. Of a name that several
+            ranks save, the value of rank 0 is written, except that each rank writes its part of a ``DTensor``.
 
     Raises:
         RuntimeError: It could not be written.
@@ -39,8 +41,8 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
     from torch.distributed import checkpoint, is_initialized
 
     with _silent_about_one_process(), _failing_as_error(f"the checkpoint {path} could not be written"):
-        state = _state(model, optimizer, _whole(more))
-        checkpoint.save(state, checkpoint_id=path, no_dist=not is_initialized())
+        state = _state(model, optimizer, _whole(more), is_saved=True)
+        checkpoint.save(state, checkpoint_id=path, planner=_planner(), no_dist=not is_initialized())
 
 
 def load(
@@ -54,8 +56,8 @@ def load(
         path: The folder.
         model: The model, already sharded; its parameters are overwritten.
         optimizer: Its optimizer, if one was saved; its parameter groups may differ from those of the saved one.
-        **more: Further values to load, by name; each is a value of the type to load, such as ``seen={}``. A dict of
-            tensors has the keys that are to be loaded.
+        **more: Further values to load, by name; each is None, or a value of the type to load, such as ``seen={}``. A
+            dict of tensors has the keys that are to be loaded, with tensors of their shapes.
 
     Returns:
         The loaded values of ``more``.
@@ -68,18 +70,21 @@ def load(
     from torch.distributed import checkpoint, is_initialized
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
-    with _silent_about_one_process(), _failing_as_error(f"the checkpoint {path} could not be read"):
-        saved = _names_in(path) if any(map(_is_container, more.values())) else ()
-        state = _state(model, optimizer, _whole(more, saved))
-        checkpoint.load(state, checkpoint_id=path, no_dist=not is_initialized())
-    set_model_state_dict(model, state["model"])
-    if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_by_parameter())
+    is_new = optimizer is not None and not optimizer.state
+    try:
+        with _silent_about_one_process(), _failing_as_error(f"the checkpoint {path} could not be read"):
+            saved = _saved_in(path) if any(value is None or _is_container(value) for value in more.values()) else {}
+            state = _state(model, optimizer, _to_fill(more, saved))
+            checkpoint.load(state, checkpoint_id=path, no_dist=not is_initialized())
+        set_model_state_dict(model, state["model"])
+        if optimizer is not None:
+            set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_by_parameter())
+    except BaseException:
+        if optimizer is not None and is_new:
+            optimizer.state.clear()
+        raise
     loaded: dict[str, Any] = state["more"]
-    return {
-        name: value[0] if _is_container(more[name]) and isinstance(value, tuple) else value
-        for name, value in loaded.items()
-    }
+    return {name: value[0] if _is_whole(value, more[name]) else value for name, value in loaded.items()}
 
 
 class Checkpoints:
@@ -142,13 +147,15 @@ class Checkpoints:
             self._group = distributed.new_group(backend="gloo")
         if is_alone:
             warnings.filterwarnings("ignore", _ONE_PROCESS)  # for good, as the thread warns
-        state = _state(model, optimizer, _whole(more))
+        state = _state(model, optimizer, _whole(more), is_saved=True)
         failed = [self._begun(number) if self._is_first() else ""]
         if self._group is not None:
             distributed.broadcast_object_list(failed, 0, self._group)
         if failed[0]:
             raise RuntimeError(f"a checkpoint in {self.folder} could not be written: {failed[0]}")
-        self._writing = checkpoint.async_save(state, checkpoint_id=path, process_group=self._group, no_dist=is_alone)
+        self._writing = checkpoint.async_save(
+            state, checkpoint_id=path, planner=_planner(), process_group=self._group, no_dist=is_alone
+        )
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written, and remove those that are too many. Call it before the run ends.
@@ -280,19 +287,36 @@ def _is_container(value: object) -> bool:
     return isinstance(value, (Mapping, list))
 
 
-def _whole(more: dict[str, Any], saved: Collection[str] | None = None) -> dict[str, Any]:
+def _whole(more: dict[str, Any]) -> dict[str, Any]:
     """Further values in a form in which DCP saves each whole: of dicts it would load the keys alone that it is given.
 
-    Args:
-        more: The values. Dicts of tensors stay as they are, as a tensor may have parts on several ranks.
-        saved: Names that a checkpoint to load has, in which others than these have no form of their own.
+    Dicts of tensors stay as they are, as a tensor may have parts on several ranks.
     """
     return {
-        name: (value,)
-        if _is_container(value) and (not _has_tensors(value) if saved is None else f"more.{name}" in saved)
-        else value
+        name: (value,) if _is_whole(value) or (_is_container(value) and not _has_tensors(value)) else value
         for name, value in more.items()
     }
+
+
+def _is_whole(value: object, wanted: object = None) -> bool:
+    """Whether a value has the form of `_whole`, or of a tuple that was saved as it is and wanted as a tuple."""
+    if not isinstance(value, tuple) or len(value) != 1:
+        return False
+    return _is_whole(value[0]) or (_is_container(value[0]) and not isinstance(wanted, tuple))
+
+
+def _to_fill(more: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Further values in the form in which DCP fills each with what a checkpoint has by its name."""
+    import torch
+
+    filled = dict(more)
+    for name, value in more.items():
+        found: Any = saved.get(f"more.{name}")
+        if _is_container(value) and found is not None:
+            filled[name] = (value,)
+        elif value is None and hasattr(found, "size"):  # a tensor
+            filled[name] = torch.empty(found.size, dtype=found.properties.dtype)
+    return filled
 
 
 def _has_tensors(value: object) -> bool:
@@ -303,24 +327,64 @@ def _has_tensors(value: object) -> bool:
     return any(map(_has_tensors, value)) if isinstance(value, (list, tuple)) else isinstance(value, Tensor)
 
 
-def _names_in(path: str | os.PathLike[str]) -> Collection[str]:
-    """The names of what a checkpoint has; none if it cannot be read, as loading it says."""
+def _saved_in(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The metadata of what a checkpoint has, by name; none if it cannot be read, as loading it says."""
     from torch.distributed.checkpoint import FileSystemReader
 
     try:
-        names: Collection[str] = FileSystemReader(path).read_metadata().state_dict_metadata
+        saved: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
     except OSError:
-        return ()
-    return names
+        return {}
+    return saved
 
 
-def _state(model: Module, optimizer: Optimizer | None, more: dict[str, Any]) -> dict[str, Any]:
+def _planner() -> Any:
+    """A planner of DCP that has rank 0 write what several ranks save of further values, in place of any of them."""
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
+    class OfRank0(DefaultSavePlanner):  # type: ignore[misc]  # torch is not typed here
+        def create_global_plan(self, all_plans: list[Any]) -> Any:
+            own = {item.index for item in all_plans[0].items if item.index.fqn.startswith("more.")}
+            others = [
+                dataclasses.replace(plan, items=[item for item in plan.items if item.index not in own])
+                for plan in all_plans[1:]
+            ]
+            return super().create_global_plan([all_plans[0], *others])
+
+    return OfRank0()
+
+
+def _state(model: Module, optimizer: Optimizer | None, more: dict[str, Any], is_saved: bool = False) -> dict[str, Any]:
+    """What DCP saves, or fills. An optimizer that has made no step gets a state to fill; to save, it has none again."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
     state = {"model": get_model_state_dict(model), "more": dict(more)}
     if optimizer is not None:
+        is_new = not optimizer.state
+        if is_new:
+            _begin_state(model, optimizer)
         state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_by_parameter())
+        if is_new and is_saved:
+            optimizer.state.clear()
     return state
+
+
+def _begin_state(model: Module, optimizer: Optimizer) -> None:
+    """Have torch make the state of an optimizer by a step without effect, and do not count that step."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    gradients = [weight.grad for weight in weights]
+    try:
+        for weight in weights:
+            weight.grad = None  # beside gradients, torch makes no state
+        get_optimizer_state_dict(model, optimizer)
+    finally:
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] = state["step"] * 0
 
 
 def _by_parameter() -> StateDictOptions:
