@@ -828,6 +828,12 @@ def wait_until_freed(group):
 # --- mistakes -----------------------------------------------------------------------------------------------------
 
 
+def jagged(n):
+    import torch
+
+    return torch.nested.nested_tensor([torch.arange(2)] * n, layout=torch.jagged)
+
+
 @pytest.mark.parametrize(
     ("send", "message"),
     [
@@ -847,6 +853,10 @@ def wait_until_freed(group):
         (
             lambda group: group.groups.map({"uid": np.zeros((2, 2))}, chunk=2, group_by="uid"),
             r"group_by='uid', which has shape \(2, 2\) for 2 rows; pass one value for each row",
+        ),
+        (
+            lambda group: group.groups.map({"uid": jagged(2)}, chunk=2, group_by="uid"),
+            r"map cannot group rows by 'uid' \(.*\); pass a number, a string or a tuple",
         ),
         (
             lambda group: group.groups.map({"uid": [{}, {}]}, chunk=2, group_by="uid"),

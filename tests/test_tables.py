@@ -255,6 +255,12 @@ def test_rows_are_sorted_and_balanced_by_tensors_of_any_dtype_in_one_column(cutt
 
 
 @few_backends
+def test_a_column_of_columns_is_described_by_its_type(cutter):
+    nested = TensorDict({"x": torch.zeros(5, 2), "y": torch.zeros(5, 3)}, [5])
+    assert str(dict(cutter.echo.submit(TensorDict({"n": nested}, [5])).schema)) == "{'n': TensorDict}"
+
+
+@few_backends
 @pytest.mark.parametrize(
     "column",
     [
@@ -265,6 +271,8 @@ def test_rows_are_sorted_and_balanced_by_tensors_of_any_dtype_in_one_column(cutt
 def test_a_column_by_which_rows_cannot_be_sorted_is_named(cutter, column):
     with pytest.raises(bm.BatchError, match=r"cannot sort by column 'key': that takes one value for each row"):
         cutter.echo.submit({"key": column}).sort_by("key")
+    with pytest.raises(bm.BatchError, match="cannot sort rows: its rows have no named columns"):
+        cutter.echo.submit([2, 1]).sort_by(None)
 
 
 @few_backends

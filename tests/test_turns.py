@@ -599,6 +599,28 @@ def test_a_turn_that_waits_for_an_open_stream_of_a_rivals_request_says_so(actor,
         pass
 
 
+@pytest.mark.backends("local")
+def test_a_turn_that_waits_for_a_stream_that_nobody_reads_is_noticed(actor, critic):
+    def critic_turn():
+        with critic.turn(timeout=DEADLINE_S):
+            pass
+
+    n_before = len(bm.stalls())
+    with actor.turn():
+        stream = actor.parts.options(maxsize=1, stall_after=0.1).stream(9)
+        next(stream)
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(critic_turn)
+        deadline = time.monotonic() + DEADLINE_S
+        while not (found := [one for one in bm.stalls()[n_before:] if one.group == actor.name]):
+            assert time.monotonic() < deadline, "nothing was noticed"
+            time.sleep(0.05)
+        stream.close()
+        waiting.result(DEADLINE_S)
+    assert "parts" in found[0].method
+    assert "turn of another group on these slots waits until the stream has ended; read it to its end" in found[0].text
+
+
 @pytest.mark.backends("inprocess", "local")
 def test_a_turn_begins_when_all_requests_of_a_rivals_map_have_ended(actor, critic):
     for _ in range(5):

@@ -332,6 +332,33 @@ def test_what_cannot_be_moved_is_refused(trainer):
             rl.WeightSync(trainer, bm.WorkerGroup(pool, Other))
         with pytest.raises(bm.UsageError, match=r"hold no weights; derive them from rl\.HoldsWeights"):
             rl.WeightSync(trainer, bm.WorkerGroup(pool, bm.Worker))
+        for one in ({"from_ranks": []}, {"to_ranks": []}):
+            with pytest.raises(bm.UsageError, match=r"no rank of .* is chosen; name one or more"):
+                rl.WeightSync(trainer, bm.WorkerGroup(pool, Holder, 2, mesh=Mesh(dp=1, tp=1)), **one)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_weight_that_cannot_be_written_to_is_refused_before_anything_is_sent(share):
+    class Masked(rl.HoldsWeights):
+        def __init__(self, value, is_expanded):
+            self.model = nn.Linear(1, 1, bias=False).requires_grad_(False)
+            nn.init.constant_(self.model.weight, value)
+            mask = torch.full((1, 3), value).expand(2, 3)
+            self.model.register_buffer("mask", mask if is_expanded else mask.clone())
+
+        @register(Dispatch.ONE_TO_ALL)
+        def values(self):
+            return self.model.weight.item(), self.model.mask.tolist()
+
+    with bm.ResourcePool([1], backend="inprocess") as a, bm.ResourcePool([1], backend="inprocess") as b:
+        source = bm.WorkerGroup(a, Masked, 1.0, True)
+        target = bm.WorkerGroup(b, Masked, 0.0, True)
+        with pytest.raises(bm.RemoteError, match=r"weight 'mask' cannot be written to: it is expanded .*\.clone\(\)"):
+            rl.WeightSync(source, target, share=share)(version=1)
+        assert target.values() == [(0.0, [[0.0] * 3] * 2)]
+        target = bm.WorkerGroup(b, Masked, 0.0, False)
+        rl.WeightSync(source, target, share=share)(version=1)
+        assert target.values() == [(1.0, [[1.0] * 3] * 2)]
 
 
 class Constant(rl.HoldsWeights):

@@ -55,6 +55,7 @@ class Result(ABC):
         behind: The failed calls before it that have not ended, in words for messages.
         parents: The futures that have to be done before it, as far as these may not be.
         is_unread: Whether it goes on when the items that it has made are taken, and nobody waits for more.
+        is_awaited: Whether it is a stream, and the turn of another group waits until it has ended.
 
     Args:
         site: Its `CallSite`: names for messages, and limits.
@@ -67,6 +68,7 @@ class Result(ABC):
     missing: tuple[int, ...] = ()
     behind: str = ""
     is_unread: bool = False
+    is_awaited: bool = False
     parents: Sequence[Any] = ()
 
     def __init__(self, site: CallSite, keeps_rows: bool) -> None:

@@ -148,7 +148,9 @@ def _columns(value: Any) -> Mapping[Any, Any] | None:
 
 
 def _column(value: Any) -> Column:
-    dtype, is_nested = getattr(value, "dtype", None), getattr(value, "is_nested", False)
+    has_columns = _is_tensordict(value) or _is_lazy_stack(value)  # whose dtype is the one that all of them have
+    dtype = None if has_columns else getattr(value, "dtype", None)
+    is_nested = getattr(value, "is_nested", False)
     try:
         nbytes = int(value.values().nbytes if is_nested else value.nbytes)
     except (AttributeError, RuntimeError, TypeError):  # Python objects; sparse and strided nested tensors

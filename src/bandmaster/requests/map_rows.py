@@ -100,26 +100,26 @@ def plan_parts(
     cut = SplitArguments(members, arguments, method)
     if how.chunk is None:
         return Parts(range(cut.n_rows), tuple(cut.batches), whole)
-    keys = None
-    if how.group_by is not None:
-        why = f"{method}.map was called with group_by={how.group_by!r}"
-        found = cut.column(how.group_by, why)
-        if isinstance(found, list):  # whose values an array would convert to one type, so that different ones are equal
-            keys = [value.tolist() if hasattr(value, "tolist") else value for value in found]
-        else:
-            column = as_array(found)
-            if column.shape != (cut.n_rows,):
-                raise BatchError(
-                    f"{why}, which has shape {column.shape} for {cut.n_rows} rows; pass one value for each row"
-                )
-            keys = column.tolist()
     try:
+        keys = None if how.group_by is None else _keys(cut, how.group_by, method)
         return Parts(chunk_numbers(cut.n_rows, how.chunk, keys), tuple(cut.batches), whole)
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:  # a value has no hash; torch makes no array of a jagged column
         raise BatchError(
             f"{method}.map cannot group rows by {how.group_by!r} ({error}); pass a number, a string or a tuple of them "
             "for each row"
         ) from None
+
+
+def _keys(cut: SplitArguments, group_by: str, method: str) -> list[Any]:
+    """The value of each row by which rows are grouped."""
+    why = f"{method}.map was called with group_by={group_by!r}"
+    found = cut.column(group_by, why)
+    if isinstance(found, list):  # whose values an array would convert to one type, so that different ones are equal
+        return [value.tolist() if hasattr(value, "tolist") else value for value in found]
+    column = as_array(found)
+    if column.shape != (cut.n_rows,):
+        raise BatchError(f"{why}, which has shape {column.shape} for {cut.n_rows} rows; pass one value for each row")
+    return list(column.tolist())
 
 
 def chunk_numbers(n_rows: int, size: int, keys: Sequence[Hashable] | None = None) -> tuple[Index, ...]:

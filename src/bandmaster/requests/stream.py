@@ -71,6 +71,14 @@ class GeneratorRequest(Request):
         n_before = self._n_come
         return self._wait(Deadline(timeout_s), lambda: self.has_news or self._n_come != n_before)
 
+    def wait_until_ended(self, timeout_s: float | None) -> bool:
+        """Wait until the generator has ended, as a turn of another group does; False if the time is over before."""
+        self.is_awaited = True
+        try:
+            return super().wait_until_ended(timeout_s)
+        finally:
+            self.is_awaited = False
+
     def abandon(self) -> None:
         """Cancel it, and drop its items."""
         self.cancel()
@@ -92,8 +100,8 @@ class GeneratorRequest(Request):
 
     @property
     def is_unread(self) -> bool:  # type: ignore[override]  # here it is computed
-        """Whether it has made items, and nobody waits for the next one."""
-        return self._n_come > 0 and not self.readers
+        """Whether it has made items, and nobody waits for the next one, or for its end."""
+        return self._n_come > 0 and not self.readers and not self.is_awaited
 
     def late(self, timeout_s: float) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s`` for the end of the generator."""

@@ -30,7 +30,7 @@ class GroupSync:
         is_compared: bool,
     ) -> None:
         self._source, self._target = source, target
-        given, wanted = layout_of(source, from_ranks), layout_of(target, to_ranks)
+        given, wanted = layout_of(source, from_ranks), layout_of(target, to_ranks, True)
         if source is target:
             refuse_overlap(given, wanted, source.name)
         self.plan = reshard(given, wanted)
@@ -90,8 +90,8 @@ def refuse_in_flight(in_flight: str | None) -> None:
         )
 
 
-def layout_of(group: Any, ranks: Iterable[int] | None) -> Layout:
-    """The layout of a group's weights, empty for ranks that do not take part."""
+def layout_of(group: Any, ranks: Iterable[int] | None, receives: bool = False) -> Layout:
+    """The layout of the weights of a group that sends or receives, empty for ranks that do not take part."""
     if not callable(getattr(group, "weights_layout", None)):
         raise UsageError(
             f"the workers of {getattr(group, 'name', group)!r} hold no weights; derive them from rl.HoldsWeights"
@@ -102,7 +102,11 @@ def layout_of(group: Any, ranks: Iterable[int] | None) -> Layout:
             f"{group.name} has ranks 0 to {group.world_size - 1}, not {wrong}; from_ranks are those of the source, "
             "to_ranks those of the target"
         )
-    said = group.weights_layout()
+    if not chosen:
+        raise UsageError(
+            f"no rank of {group.name} is chosen; name one or more in from_ranks and to_ranks, or leave out"
+        )
+    said = group.weights_layout(receives=True) if receives else group.weights_layout()
     tensors = {name: spec for specs, _ in said for name, spec in specs.items()}
     return Layout(tensors, [boxes if rank in chosen else {} for rank, (_, boxes) in enumerate(said)])
 

@@ -62,6 +62,18 @@ def chosen_weights(
     return chosen
 
 
+def refuse_expanded(weights: Mapping[str, Tensor]) -> None:
+    """Raise UsageError if a weight cannot be written to, because several of its elements share memory."""
+    for name, tensor in weights.items():
+        own = local_tensor(tensor)
+        if any(size > 1 and stride == 0 for size, stride in zip(own.shape, own.stride(), strict=True)):
+            raise UsageError(
+                f"weight {name!r} cannot be written to: it is expanded to shape {tuple(own.shape)} with strides "
+                f"{own.stride()}, so that several elements share memory; make it of expand(...).clone(), or leave it "
+                "out of weights()"
+            )
+
+
 def own_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Box]:
     """The rectangle of each whole tensor that this rank has."""
     return {name: _own_box(tensor) for name, tensor in tensors.items()}

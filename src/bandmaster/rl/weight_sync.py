@@ -67,8 +67,9 @@ class WeightSync:
             nothing until the next one; ranks of a model that fail keep the old weights while others have the new.
 
     Raises:
-        UsageError: The workers of a group are not `HoldsWeights`; or a rank would both send and receive; or an option
-            is for engines, and the target is none.
+        UsageError: The workers of a group are not `HoldsWeights`; or a rank would both send and receive; or no rank
+            is chosen; or an option is for engines, and the target is none.
+        RemoteError: A tensor of the target cannot be written to, since it is expanded.
         LayoutError: The target has a tensor that the source does not have, or of another shape or dtype.
 
     Example:

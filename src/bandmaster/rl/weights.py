@@ -26,7 +26,7 @@ from bandmaster.rl.engine_weights.source import ARGUMENTS, FROM_RANKS, NO_REPLIC
 from bandmaster.rl.exchange import fill, pack
 from bandmaster.rl.layout import Box, Spec
 from bandmaster.rl.lent_weights import LentWeights, wait_for_copies
-from bandmaster.rl.local_tensors import chosen_weights, local_tensor, own_boxes, tensor_specs
+from bandmaster.rl.local_tensors import chosen_weights, local_tensor, own_boxes, refuse_expanded, tensor_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,9 +60,18 @@ class HoldsWeights(PacksWeights):
         return weights
 
     @register(Dispatch.ONE_TO_ALL)
-    def weights_layout(self) -> tuple[dict[str, Spec], dict[str, Box]]:
-        """Shapes and dtypes of the whole tensors, and the rectangles that this rank has."""
+    def weights_layout(self, receives: bool = False) -> tuple[dict[str, Spec], dict[str, Box]]:
+        """Shapes and dtypes of the whole tensors, and the rectangles that this rank has.
+
+        Args:
+            receives: Whether the tensors are to be written to.
+
+        Raises:
+            UsageError: A tensor that is to be written to is expanded.
+        """
         weights = self.weights()
+        if receives:
+            refuse_expanded(weights)
         return tensor_specs(weights), own_boxes(weights)
 
     @register(FROM_RANKS, arguments=ARGUMENTS)

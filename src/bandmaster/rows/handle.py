@@ -183,7 +183,8 @@ class Handle:
 
     def sort_by(self, name: Hashable) -> Self:
         """The rows in ascending order of a column, which the controller reads; equal values keep their order."""
-        return self[ascending(required_batch(self.select(name).result()).column(name), name)]
+        column = self._columns("sort", lambda known: {name: name}, (name,)).result()
+        return self[ascending(required_batch(column).column(name), name)]
 
 
 def index_of(rows: Any, n_rows: int) -> Index:

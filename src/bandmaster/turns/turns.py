@@ -344,7 +344,10 @@ class TurnTaker(Gate):
             with _changed:
                 why = self._refusal()
                 if why is not None:
-                    raise UsageError(f"cannot call {label}: {why}; call it in its own turn: with group.turn(): ...")
+                    raise UsageError(
+                        f"cannot call {label}: {why}; call it in its own turn: with group.turn(): ..., or take the "
+                        "turns of both groups at once, if both are called: with group.turn(other_group): ..."
+                    )
                 self._n_sending += 1
                 is_counted = True
             yield

@@ -253,6 +253,11 @@ class WatchedCalls:
                 f"  {words_of(other.site)}, on {named(list(other.unanswered))}, goes on when its items are taken, and "
                 "nobody waits for one; iterate over the stream, or close it"
             )
+        if call.is_awaited:
+            lines.append(
+                "  the turn of another group on these slots waits until the stream has ended; read it to its end, or "
+                "close it"
+            )
         with suppress(BandmasterError):  # a group is being closed
             lines += chain(facts, self._find)
         has_begun = call.tickets or isinstance(call, Call)  # a call that has ended meanwhile has no tickets either
