@@ -17,12 +17,13 @@ from ends import runs, wait_until_gone
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register
 from bandmaster.cli import main
-from bandmaster.cli.discovery import Discovered, Group, Process, discover
+from bandmaster.cli.discovery import Discovered, Group, Process, discover, is_orphaned_zygote
 from bandmaster.cli.facts import Cores, Facts, Gpus, Kernel, Memory, Software
 from bandmaster.cli.findings import judge
 from bandmaster.cli.processes import chosen, shown
 from bandmaster.plan.placement import Node
 from bandmaster.platform.cgroups import Cgroups, Limit
+from bandmaster.platform.proc import stat
 from bandmaster.wire.status_page import WorkerIdentity
 
 GiB = 1 << 30
@@ -480,6 +481,41 @@ def test_orphans(start_controller, capsys):
     assert all(map(runs, [living.process.pid, living.zygote, *living.workers, *living.children]))
 
 
+@pytest.mark.parametrize("ticks_before, is_orphan", [(0, False), (1, True)])
+def test_a_pid_that_is_used_again_tells_an_orphan_and_not_a_worker_that_is_older(ticks_before, is_orphan):
+    """Ray gives an actor a process that it has started before."""
+    with subprocess.Popen(["sleep", "60"]) as controller:
+        started = stat(controller.pid).start - ticks_before
+        page = os.memfd_create(str(WorkerIdentity(os.getpid(), controller.pid, started, 0, 1, "older")))
+        (group,) = discover(controller.pid).groups
+        os.close(page)
+        controller.kill()
+    assert group.is_orphan == is_orphan
+
+
+class WatchesChild(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def watch(self, forks):
+        """Keep a descriptor of a child that has ended, in a fork of this process or here. Returns who keeps it."""
+        child = subprocess.Popen(["true"])
+        os.pidfd_open(child.pid)
+        child.wait()
+        if not forks:
+            return os.getpid()
+        if not (pid := os.fork()):
+            time.sleep(60)
+            os._exit(0)
+        return pid
+
+
+@pytest.mark.backends("local")
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_worker_that_has_watched_a_child_is_no_zygote(make_pool, forks):
+    group = bm.WorkerGroup(make_pool([1]), WatchesChild)
+    (pid,) = group.watch(forks)
+    assert runs(pid) and not is_orphaned_zygote(pid)
+
+
 def test_names_that_do_not_say_which_group(start_controller, capsys):
     first = start_controller("same")
     second = start_controller("same")
@@ -498,16 +534,16 @@ def test_names_that_do_not_say_which_group(start_controller, capsys):
 
 
 EVIL_NAMES = [
-    "bandmaster-worker-2 a b c d e",
+    "bandmaster-worker-3 a b c d e f",
     "bandmaster-worker",
-    "bandmaster-worker-2 1 2 3",
-    f"bandmaster-worker-2 {10**24} 1 0 1 x",
-    f"bandmaster-worker-2 PID {10**24} 0 1 x",
-    f"bandmaster-worker-2 PID 1 {10**24} {10**25} x",
-    "bandmaster-worker-2 PID 1 5 4 x",
-    "bandmaster-worker-2 PID -1 0 1 x",
-    "bandmaster-worker-2 PID ٣ 0 1 x",
-    "bandmaster-worker-2 PID 4 0 1 \x1b[31mred\nline \u202e\xff",
+    "bandmaster-worker-3 1 2 3 4",
+    f"bandmaster-worker-3 {10**24} 1 7 0 1 x",
+    f"bandmaster-worker-3 PID {10**24} 7 0 1 x",
+    f"bandmaster-worker-3 PID 1 7 {10**24} {10**25} x",
+    "bandmaster-worker-3 PID 1 7 5 4 x",
+    "bandmaster-worker-3 PID -1 7 0 1 x",
+    "bandmaster-worker-3 PID ٣ 7 0 1 x",
+    "bandmaster-worker-3 PID 4 7 0 1 \x1b[31mred\nline \u202e\xff",
 ]
 HAS_NAMES = """
 import ctypes, os, sys
@@ -553,7 +589,7 @@ def test_kill_has_to_be_told_what(capsys):
 
 def made_up(name, controller, is_orphan, ranks=(0, 1), age_s=0):
     started_s = time.clock_gettime(time.CLOCK_BOOTTIME) - age_s
-    workers = [(WorkerIdentity(n, controller, n, 8, name), Process(n, started_s, 3 << 20)) for n in ranks]
+    workers = [(WorkerIdentity(n, controller, 0, n, 8, name), Process(n, started_s, 3 << 20)) for n in ranks]
     return Group(name, controller, 8, is_orphan, tuple(workers))
 
 

@@ -206,7 +206,7 @@ class HostWorkers(LaneClient):
         if "OMP_NUM_THREADS" not in environment:
             share = str(max(1, count_cores() // len(place.ranks)))
             environment.update({name: share for name in THREAD_VARIABLES if name not in environment})
-        identity = WorkerIdentity(0, os.getpid(), rank, len(launch.slots), launch.group)
+        identity = WorkerIdentity.here(rank, len(launch.slots), launch.group)
         return Spawn(
             identity, context, environment, working_directory(), tuple(sys.path), tuple(sys.argv), launch.log_level
         )

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bandmaster.platform.proc import pids, stat
+from bandmaster.platform.proc import descriptors, pids, stat
 from bandmaster.wire.segment_reader import held_nbytes
 from bandmaster.wire.status_page import AGENT, WorkerIdentity, announcement, find_all
 
@@ -97,29 +97,29 @@ def discover(controller: int | None = None) -> Discovered:
         controller: Pid of the only controller whose groups are wanted. Nothing tells the controller of an orphaned
             zygote but the workers that it has forked, so one without workers is left out. By default all controllers.
     """
-    members: dict[tuple[str, int, int], list[tuple[WorkerIdentity, Process]]] = {}
+    members: dict[tuple[str, int, int, int], list[tuple[WorkerIdentity, Process]]] = {}
     for identity in find_all():
         process = Process.of(identity.pid)
         is_wanted = controller is None or identity.controller == controller
         if is_wanted and process is not None and _is_ours(identity.pid):
-            key = identity.group, identity.controller, identity.world_size
+            key = identity.group, identity.controller, identity.controllers_start, identity.world_size
             members.setdefault(key, []).append((identity, process))
-    groups = [_group(*key, members[key]) for key in sorted(members)]
+    groups = [_group(members[key]) for key in sorted(members)]
     zygotes = _orphaned_zygotes(pids() if controller is None else _parents_of(groups))
     return Discovered(tuple(groups), tuple(zygotes))
 
 
-def _group(name: str, controller: int, world_size: int, members: list[tuple[WorkerIdentity, Process]]) -> Group:
+def _group(members: list[tuple[WorkerIdentity, Process]]) -> Group:
     workers = tuple(sorted(members, key=lambda member: member[0].rank))
-    living = Process.of(controller)
-    oldest = min(process.started_s for _, process in workers)
-    is_gone = living is None or living.started_s > oldest  # another process may have got the pid since
+    one = workers[0][0]
+    controller, living = one.controller, stat(one.controller)
+    is_gone = living is None or living.state in "ZX" or living.start != one.controllers_start  # the pid is used again
     held = held_nbytes(controller) if controller else {}
     nbytes = sum(held.get(process.pid, 0) for _, process in workers)
     agent_of = (announcement(controller, AGENT) if controller else None) or ""
     is_detached = all(identity.is_detached for identity, _ in workers)
     is_orphan = controller != 0 and is_gone and not is_detached
-    return Group(name, controller, world_size, is_orphan, workers, nbytes, agent_of, is_detached)
+    return Group(one.group, controller, one.world_size, is_orphan, workers, nbytes, agent_of, is_detached)
 
 
 def _orphaned_zygotes(candidates: Iterable[int]) -> Iterator[Process]:
@@ -135,11 +135,11 @@ def _parents_of(groups: Sequence[Group]) -> list[int]:
 def is_orphaned_zygote(pid: int) -> bool:
     """Whether a process is a zygote of this user whose controller has ended.
 
-    The zygote's pidfd of its controller shows that. Workers are forks of the zygote and have its command line, but have
-    closed that pidfd.
+    The zygote's pidfd of its controller shows that. Workers and their forks have its command line, and a status page.
     """
     with contextlib.suppress(OSError):
-        if _is_ours(pid) and ZYGOTE in Path(f"/proc/{pid}/cmdline").read_bytes():
+        is_zygotes = _is_ours(pid) and ZYGOTE in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if is_zygotes and not any(WorkerIdentity.read(name) for _, name in descriptors(pid)):
             controllers = [other for other in _pidfds_of(pid) if other != 0]  # 0: in another pid namespace
             return bool(controllers) and all(Process.of(other) is None for other in controllers)
     return False

@@ -68,10 +68,10 @@ _NOT_IN = {IMPORTS, weakref.__file__, _weakrefset.__file__}
 _SETTLED_S = 0.01  # stacks that have not grown for so long are whole
 _MOST_READS = 8
 
-_MARK = "bandmaster-worker-2"
-_DETACHED = "bandmaster-detached-2"  # in place of it
+_MARK = "bandmaster-worker-3"
+_DETACHED = "bandmaster-detached-3"  # in place of it
 _MEMFD, _DELETED = "/memfd:", " (deleted)"  # around the name of an anonymous file in /proc
-_NUMBERS = "([0-9]+) ([0-9]+) ([0-9]+) ([0-9]+)"
+_NUMBERS = " ".join(["([0-9]+)"] * 5)
 _NAME = re.compile(rf"{_MEMFD}({_MARK}|{_DETACHED}) {_NUMBERS} (.*) \(deleted\)", re.DOTALL)
 _MAX_PID = 1 << 22
 _MAX_SIZE = 1 << 31
@@ -87,6 +87,7 @@ class WorkerIdentity:
     Attributes:
         pid: Its process.
         controller: The process of its controller, 0 when that is on another host.
+        controllers_start: The start time of that process, in clock ticks since boot, as a pid is used again.
         rank: Its rank in its group.
         world_size: Number of ranks of the group.
         group: The group's name.
@@ -95,14 +96,22 @@ class WorkerIdentity:
 
     pid: int
     controller: int
+    controllers_start: int
     rank: int
     world_size: int
     group: str
     is_detached: bool = False
 
+    @classmethod
+    def here(cls, rank: int, world_size: int, group: str, is_detached: bool = False) -> WorkerIdentity:
+        """The identity of a worker to come, whose controller is this process; its pid is 0."""
+        found = stat(os.getpid())
+        return cls(0, os.getpid(), found.start if found else 0, rank, world_size, group, is_detached)
+
     def __str__(self) -> str:
         mark = _DETACHED if self.is_detached else _MARK
-        return _file_name(f"{mark} {self.pid} {self.controller} {self.rank} {self.world_size} {self.group}")
+        numbers = f"{self.pid} {self.controller} {self.controllers_start} {self.rank} {self.world_size}"
+        return _file_name(f"{mark} {numbers} {self.group}")
 
     @classmethod
     def read(cls, name: str) -> WorkerIdentity | None:
@@ -110,11 +119,11 @@ class WorkerIdentity:
         found = _NAME.fullmatch(name)
         if found is None:
             return None
-        pid, controller, rank, world_size = map(int, found.groups()[1:5])
+        pid, controller, start, rank, world_size = map(int, found.groups()[1:6])
         if not (0 < pid <= _MAX_PID and controller <= _MAX_PID and rank < world_size < _MAX_SIZE):
             return None
-        group = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in found[6])
-        return cls(pid, controller, rank, world_size, group, found[1] == _DETACHED)
+        group = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in found[7])
+        return cls(pid, controller, start, rank, world_size, group, found[1] == _DETACHED)
 
 
 def _file_name(text: str) -> str:

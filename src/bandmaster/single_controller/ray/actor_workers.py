@@ -175,7 +175,7 @@ class ActorWorkers:
         """
         launch, here, asked = self._launch, host_identity(), {}
         for rank in ranks:
-            identity = WorkerIdentity(0, os.getpid(), rank, len(launch.slots), launch.group, launch.is_detached)
+            identity = WorkerIdentity.here(rank, len(launch.slots), launch.group, launch.is_detached)
             output = launch.output_file(rank)
             asked[self.actors[rank].bandmaster_begin.remote(launch.uses_gpu, identity, here, output)] = rank
         limit_s = START_TIMEOUT_S if launch.start_timeout_s is None else min(launch.start_timeout_s, START_TIMEOUT_S)
