@@ -133,6 +133,10 @@ def test_a_method_is_stepped_through_while_deadlines_wait(group, capsys):
     wait_until_in_debugger(group, [1])
     assert main(["top", "--once", *MINE]) == 0
     assert re.search(r"  1 .*  step \(in a debugger\)  ", capsys.readouterr().out)
+    assert main(["stack", group.name, "1", *MINE]) == 0
+    assert capsys.readouterr().out.splitlines()[-2].endswith(", in step"), "the user's frame is the innermost"
+    assert main(["why", group.name, *MINE]) == 0
+    assert re.search(r"rank 1: step for \d+ s, in a debugger, in step \(test_debugging.py:", capsys.readouterr().out)
     child = attached(group.name)  # the rank that waits is found
     assert "doubled += self.rank" in child.before
     child.sendline("p doubled, self.rank")

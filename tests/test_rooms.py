@@ -41,7 +41,7 @@ ROOMS = {
     "pool tracing turns watching",
     "registration": "errors plan worker calls groups",
     "__init__": "errors plan worker platform calls flow requests pool tracing watching groups registration",
-    "timeline": "__init__",
+    "timeline": "errors __init__",
     "telemetry": "timeline __init__",
     "rl": "host_memory plan __init__",
     "compat": "errors rl __init__",

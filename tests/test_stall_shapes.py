@@ -18,7 +18,8 @@ from hosts import spread
 
 import bandmaster as bm
 from bandmaster import Dispatch, RemoteError, register, rl
-from bandmaster.watching.notice import mismatches
+from bandmaster.contract import Signs
+from bandmaster.watching.notice import RankFacts, guilty, mismatches, place_of
 
 DEADLINE = 30
 AFTER = 0.5
@@ -369,6 +370,31 @@ def test_a_rank_that_had_no_time_to_tell_of_its_operation_is_not_said_to_be_behi
     assert (len(lines), late) == (1, []), lines
     assert lines[0].endswith("rank 0 in all_reduce, rank 1 in broadcast")
     assert mismatches({**told, 3: '  File "agent.py", line 3, in step'})[1] == [3]
+
+
+TORCH = "/usr/lib/python3.11/site-packages/torch"
+CALL, FSDP = f"{TORCH}/nn/modules/module.py", f"{TORCH}/distributed/fsdp/fully_sharded_data_parallel.py"
+GATHER, WAIT = f"{TORCH}/distributed/distributed_c10d.py", "/usr/lib/python3.11/threading.py"
+TRANSFORMERS = "/usr/lib/python3.11/site-packages/transformers/models/llama/modeling_llama.py"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [CALL, FSDP, CALL, "model.py"],
+        [CALL, FSDP, CALL, TRANSFORMERS],
+        [CALL, FSDP, CALL, f"{TORCH}/nn/modules/linear.py"],
+        ["<frozen importlib._bootstrap>", GATHER],
+    ],
+)
+def test_a_rank_inside_of_fsdp_or_an_import_is_the_one_that_others_wait_for(files):
+    def rank(*files):
+        stack = "".join(f'  File "{file}", line 3, in work\n    work(it)\n' for file in ("train.py", *files))
+        return RankFacts(Signs("S", 1.0, "step", 9.0), f"{stack}  collective: all_gather, number 1", "host", 1)
+
+    ranks = {0: rank(CALL, FSDP, GATHER, WAIT), 1: rank(*files)}
+    assert guilty(ranks) == (1,)
+    assert [("waiting for other ranks" in words) for _, words in map(place_of, ranks.values())] == [True, False]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import takewhile
 from types import TracebackType
 from typing import Any
 
@@ -132,6 +133,8 @@ class Failure:
 
 _COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _FRAME = re.compile(r'(?P<indent>  )File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
+_BETWEEN_STACKS = re.compile(r"^  (?!File | ).*", re.MULTILINE)  # such as the heading of another thread
+_OF_TORCH = re.compile(r"/torch/(?!nn/)|/lib/python3[^/]*/(?!site-packages/|dist-packages/)|^<")  # but no module's code
 _PACKAGE = f"{os.path.dirname(os.path.dirname(__file__))}{os.sep}"
 
 
@@ -225,6 +228,20 @@ def is_in_debugger(stack: str) -> bool:
     The stack may begin with a line that says that the rank has not begun the call in question.
     """
     return any(line.startswith(IN_DEBUGGER) for line in stack.split("\n", 2)[:2])
+
+
+def is_in_collective(stack: str) -> bool:
+    """Whether a stack belongs to a rank that waits for other ranks in a collective operation of torch.
+
+    FSDP has frames around those of a module, so only frames inside the innermost one of other code count. The import of
+    a module of torch is no operation.
+    """
+    for frames in _BETWEEN_STACKS.split(stack):
+        files = [frame["file"] for frame in _FRAME.finditer(frames)]
+        innermost = "\n".join(takewhile(_OF_TORCH.search, reversed(files)))
+        if _COLLECTIVES in innermost and "<frozen importlib" not in innermost:
+            return True
+    return False
 
 
 def stacks_by_equality(stacks: Mapping[int, str]) -> str:

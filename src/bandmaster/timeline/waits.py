@@ -18,10 +18,10 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from bandmaster import BandmasterError, CallRecord, Trace, UsageError
+from bandmaster.errors.failure import is_in_collective
 from bandmaster.timeline.causes import LEAST, Finding, diagnosis, findings, length, merged, percent
 from bandmaster.timeline.run import Call, named
 
-IN_COLLECTIVE = "/torch/distributed/"  # in the file names of a stack
 LEAST_SAMPLES = 3  # of a method, in which some ranks wait for others
 MOSTLY = 0.6  # a rank that is waited for in such a share of them is named
 LEAST_INTERVAL_S = 0.01
@@ -110,7 +110,7 @@ class Waits:
             if now - record.sent > self._interval_s / 2:
                 with suppress(BandmasterError):  # the group is being closed
                     stacks = record.stacks()
-                    waiting = frozenset(rank for rank, stack in stacks.items() if IN_COLLECTIVE in stack)
+                    waiting = frozenset(rank for rank, stack in stacks.items() if is_in_collective(stack))
                     self.samples.append(Sample(record.number, waiting, frozenset(stacks)))
 
 

@@ -14,14 +14,13 @@ from bandmaster.calls.call import Call
 from bandmaster.calls.options import WARN
 from bandmaster.contract import Signs, Workers
 from bandmaster.errors import BandmasterError
-from bandmaster.errors.failure import is_in_debugger
+from bandmaster.errors.failure import is_in_collective, is_in_debugger
 from bandmaster.watching.notice import (
     Find,
     Ranks,
     chain,
     facts_of,
     guilty,
-    is_in_collective,
     mismatches,
     named,
     notice,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from bandmaster.calls.open_work import OpenWork
 from bandmaster.calls.request import CallSite
 from bandmaster.contract import QUEUED, Signs, Workers
+from bandmaster.errors.failure import is_in_collective, is_in_debugger
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>[^,]*), in (?P<function>.*)', re.MULTILINE)
 _HEADING = re.compile(r"^  (?:in .*|it runs requests|the event loop runs):$", re.MULTILINE)  # of tasks and threads
@@ -24,7 +25,6 @@ _ENTERED = re.compile(
 _WRAPPERS = "wrapper", "wrapped", "inner"
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _LIBRARY = re.compile(rf"/(site|dist)-packages/|/lib/python3|^<|^{re.escape(_PACKAGE)}")
-_COLLECTIVE = "/torch/distributed/"
 _STATES = {
     "": "has ended",
     "T": "is stopped, by SIGSTOP or Ctrl-Z; kill -CONT {pid} lets it go on",
@@ -75,11 +75,6 @@ class RankFacts(NamedTuple):
 
 
 Ranks = Mapping[int, RankFacts]
-
-
-def is_in_collective(stack: str) -> bool:
-    """Whether a rank is in a collective operation of torch, where it waits for other ranks."""
-    return _COLLECTIVE in stack
 
 
 def facts_of(workers: Workers, signs: Mapping[int, Signs], stacks: Mapping[int, str]) -> Ranks:
@@ -159,6 +154,8 @@ def place_of(facts: RankFacts) -> tuple[int, str]:
         return 1, f"{process} shows no stack, in state {facts.signs.state}"
     is_queued, place = facts.stack.startswith(QUEUED), where(facts.stack.removeprefix(QUEUED))
     first = "not at this call yet, " if is_queued else ""
+    if is_in_debugger(facts.stack):
+        return 2, f"{first}in a debugger, in {place}"
     if is_in_collective(facts.stack):
         return 4, f"{first}waiting for other ranks in {place}"
     if calls := awaited_by(facts.stack):

@@ -10,6 +10,7 @@ import json
 import re
 import sysconfig
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ COLLECTIVES = "\n\nCollectives: "
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_DEBUGGER = f"{_PACKAGE}debugging/", f"{sysconfig.get_path('stdlib')}/bdb.py"
 _OTHER_THREADS = "\n  in another thread:\n"  # between the stack of the thread that runs the methods, and others
 _IDLE = "  idle: it runs no method"
 _RUNS = "  it runs requests:"
@@ -87,7 +89,8 @@ def _shown(frames: list[re.Match[str]]) -> str:
 
 
 def _users_part(frames: list[re.Match[str]]) -> list[re.Match[str]]:
-    """The frames inside this library's innermost frame; all frames if that is the innermost of all."""
+    """The frames inside this library's innermost frame, without those of a debugger; all if that is the innermost."""
+    frames = list(takewhile(lambda frame: not frame["file"].startswith(_DEBUGGER), frames))
     ours = [n for n, frame in enumerate(frames) if frame["file"].startswith(_PACKAGE)]
     return frames[ours[-1] + 1 :] or frames if ours else frames
 
