@@ -387,6 +387,42 @@ def test_a_bad_call_is_refused_before_anything_is_sent(ledger, call, error, word
     assert ledger.tell(1) == [(1, 0), (1, 0)], "the group is as good as before"
 
 
+class TakesNumPy(bm.Worker):
+    def on_replace(self, rank, state):
+        self.replaced = rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, version):
+        bm.report(self, version=version, load=np.float32(0))
+        return getattr(self, "replaced", None)
+
+    @register(Dispatch.REQUEST, concurrency=np.int64(2), is_idempotent=True)
+    async def echo(self, rows):
+        return rows
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_numbers_may_be_those_of_numpy(make_group):
+    one, second = np.int64(1), np.float32(30)
+    mesh = Mesh(dp=np.int64(2), tp=one)
+    assert (mesh, repr(mesh)) == (Mesh(dp=2, tp=1), "Mesh(dp=2, tp=1)")
+    assert repr(mesh.refine(gen_tp=one)) == "Mesh(dp=2, tp=1).refine(gen_tp=1)"
+    assert Gather(dp=one) == Gather(dp=1)
+    group = make_group(mesh, TakesNumPy, start_timeout=second)
+    group.set_default_options(timeout=second, grace=one)
+    group.replace(one)
+    assert group.load(np.int64(7)) == [1, 1]
+    assert group.echo.options(min_version=np.int64(7), replica=one, spill=one, maxsize=one)(3).result(second) == 3
+    assert group.echo.options(retries=one, timeout=second)(3).result() == 3
+    assert group.echo.map(np.arange(5), in_flight=one, chunk=np.int64(2)).result(second).tolist() == [0, 1, 2, 3, 4]
+    assert len(list(group.echo.map(np.arange(5), maxsize=one))) == 5
+    assert not bm.wait([group.load.options(timeout=second).submit(7)], timeout=second).not_done
+    with group.turn(timeout=second), pytest.raises(bm.UsageError, match="min_version must be a whole number or None"):
+        group.echo.options(min_version=np.bool_(True))
+    with pytest.raises(bm.UsageError, match="has ranks 0 to 1, got rank"):
+        group.replace(np.int64(2))
+
+
 IN_THE_CONTROLLER = {
     "Future": (lambda group: group.tell.submit(1), "pass the value of future.result()"),
     "GroupMethod": (lambda group: group.tell, "pass the group, or the values that the workers need"),

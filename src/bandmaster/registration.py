@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from bandmaster.errors import ProtocolError
+from bandmaster.plan.numbers import as_whole
 from bandmaster.plan.transfer import Broadcast, Custom, Dispatch, Execute, Outgoing, TransferProtocol, as_protocol
 from bandmaster.worker import Registration, mark
 
@@ -261,7 +262,7 @@ def register(
     if mesh is not None and (isinstance(protocol, Custom) or execute_mode is Execute.RANK_ZERO):
         raise ProtocolError("a custom dispatch_fn, and a method of rank 0 alone, use no axes of a mesh; remove mesh=")
     registration = Registration(
-        protocol, execute_mode, blocking, dict(arguments or {}), mesh, concurrency, is_idempotent
+        protocol, execute_mode, blocking, dict(arguments or {}), mesh, as_whole(concurrency, 1) or 0, is_idempotent
     )
     if not registration.is_request:
         if is_idempotent:
@@ -273,7 +274,7 @@ def register(
                 f"concurrency={concurrency!r} is for requests, which go to one replica; a call of all ranks runs "
                 "alone: use Dispatch.REQUEST, or leave concurrency out"
             )
-    elif not isinstance(concurrency, int) or isinstance(concurrency, bool) or concurrency < 1:
+    elif not registration.concurrency:
         raise ProtocolError(f"concurrency must be a whole number of 1 or more, got {concurrency!r}")
     elif execute_mode is Execute.RANK_ZERO or any(rule != Broadcast() for rule in registration.arguments.values()):
         raise ProtocolError(

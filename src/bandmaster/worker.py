@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from bandmaster.errors import ProtocolError, UsageError
 from bandmaster.plan.mesh import Mesh
+from bandmaster.plan.numbers import as_amount, as_whole
 from bandmaster.plan.transfer import (
     Custom,
     Execute,
@@ -124,12 +125,13 @@ def report(worker: Worker, /, *, load: float | None = None, version: int | None 
     """
     if not isinstance(worker, Worker):
         raise UsageError(f"report takes the worker itself, as in report(self, version=7), got {type(worker).__name__}")
-    if load is not None and (not isinstance(load, int | float) or isinstance(load, bool) or not load >= 0):
+    told = Report(as_amount(load), as_whole(version))
+    if load is not None and told.load is None:
         raise UsageError(f"load must be a non-negative number of requests, got {load!r}")
-    if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
+    if version is not None and told.version is None:
         raise UsageError(f"version must be a whole number, got {version!r}")
     before = worker.__bandmaster_reports__.get("", Report())
-    reported = Report(before.load if load is None else load, before.version if version is None else version)
+    reported = Report(before.load if load is None else told.load, before.version if version is None else told.version)
     worker.__bandmaster_reports__ = {"": reported}
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypedDict
 
 from bandmaster.errors import UsageError
+from bandmaster.plan.numbers import as_amount, as_whole
 
 
-def check_seconds(name: str, value: Any) -> None:
-    """Raise if a value is not a duration.
+def checked_seconds(name: str, value: Any) -> float | None:
+    """Return a duration as an int or float, or None for no limit.
 
     Args:
         name: Name of the parameter, for the message.
@@ -19,16 +20,19 @@ def check_seconds(name: str, value: Any) -> None:
     Raises:
         UsageError: The value is neither None nor a number of 0 or more.
     """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (is_number and value >= 0):  # nan is not
+    seconds = as_amount(value)
+    if value is not None and seconds is None:
         raise UsageError(f"{name} must be a non-negative number of seconds or None, got {value!r}")
+    return seconds
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raise UsageError for a parameter that is neither None nor a whole number of 1 or more."""
-    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    if value is not None and not is_number:
+def check_count(options: object, name: str) -> None:
+    """Make an option an int. Raise UsageError if it is neither None nor a whole number of 1 or more."""
+    value = getattr(options, name)
+    count = as_whole(value, 1)
+    if value is not None and count is None:
         raise UsageError(f"{name} must be a whole number of 1 or more, got {value!r}")
+    object.__setattr__(options, name, count)  # options are frozen
 
 
 USUAL = "usual"
@@ -75,7 +79,7 @@ class FlowOptions:
     on_error: str = "raise"
 
     def __post_init__(self) -> None:
-        check_count("maxsize", self.maxsize)
+        check_count(self, "maxsize")
         if self.on_error not in ("raise", "return"):
             raise UsageError(f"on_error must be 'raise' or 'return', got {self.on_error!r}")
 
@@ -124,6 +128,7 @@ class CallOptions:
         Raises:
             UsageError: An option is unknown, or its value is invalid.
         """
+        made = dict(changes)
         for name, value in changes.items():
             if name in ("pull", "group_by"):
                 raise UsageError(
@@ -136,8 +141,8 @@ class CallOptions:
             if name == "on_stall":
                 check_policy(value)
             elif (name, value) != ("stall_after", USUAL):
-                check_seconds(name, value)
-        return replace(self, **changes)
+                made[name] = checked_seconds(name, value)
+        return replace(self, **made)
 
 
 CALL_NAMES = tuple(field.name for field in fields(CallOptions))

@@ -270,12 +270,12 @@ class Submitter:
         """The options that a call sets itself, with some changed, which are checked; None for those of the group."""
         if not changes:
             return options
-        library.options.but(changes)
+        checked = library.options.but(changes)
         policy = changes.get("on_stall")
         why_not = self.refused.get(policy if isinstance(policy, str) else FUNCTION) if policy is not None else None
         if why_not is not None:
             raise UsageError(f"on_stall={policy!r} is not possible: {why_not}")
-        return {**(options or {}), **changes}
+        return {**(options or {}), **{name: getattr(checked, name) for name in changes}}
 
     def site(self, method: str, options: Mapping[str, Any] | None = None) -> CallSite:
         """The `CallSite` of a call of a method."""

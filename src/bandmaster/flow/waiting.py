@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from bandmaster.calls.future import Future
-from bandmaster.calls.options import check_seconds
+from bandmaster.calls.options import checked_seconds
 from bandmaster.calls.progress import progress
 from bandmaster.calls.result import note_calls
 from bandmaster.errors import UsageError
@@ -116,7 +116,7 @@ def _as_they_come(futures: list[Future[Any]], deadline: Deadline) -> Generator[F
 
 def _checked(futures: Iterable[Future[Any]], timeout: float | None, function: str) -> list[Future[Any]]:
     """The futures, each once, in the order in which they were given."""
-    check_seconds(f"timeout of {function}", timeout)
+    checked_seconds(f"timeout of {function}", timeout)
     found = list(dict.fromkeys(futures))
     for future in found:
         if not isinstance(future, Future):

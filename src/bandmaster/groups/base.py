@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bandmaster.calls.derived import PutRows
 from bandmaster.calls.future import Future
-from bandmaster.calls.options import check_seconds
+from bandmaster.calls.options import checked_seconds
 from bandmaster.calls.request import CallRequest, CallSite, Collection
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
@@ -216,14 +216,14 @@ class AnyGroup(metaclass=ABCMeta):
         """
         from bandmaster.turns.turns import Turn  # a feature
 
-        check_seconds("timeout of turn", timeout)
+        timeout_s = checked_seconds("timeout of turn", timeout)
         groups = tuple(dict.fromkeys((self, *others)))
         for group in groups:
             if not isinstance(group, AnyGroup):
                 raise ArgumentError(f"turn takes worker groups, got {type(group).__name__} ({group!r})")
         for group in groups:
             group._ownership.check()
-        return Turn(groups, [group._turn_taker() for group in groups], timeout)
+        return Turn(groups, [group._turn_taker() for group in groups], timeout_s)
 
     def _turn_taker(self) -> TurnTaker:
         """The group's turn taker, which checks its calls from now on. Raises UsageError if it cannot have one."""
@@ -240,8 +240,7 @@ class AnyGroup(metaclass=ABCMeta):
         Raises:
             UsageError: An option is unknown, or its value is invalid, or not possible for this group.
         """
-        self._submitter.options_but(None, options)  # checks the values
-        self._submitter.options.update(options)
+        self._submitter.options.update(self._submitter.options_but(None, options) or {})
 
     def cancel(self) -> int:
         """Cancel all calls of this group that have not ended, from any thread. Does not wait.

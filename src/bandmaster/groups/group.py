@@ -40,6 +40,7 @@ from bandmaster.lifecycle.construction import replace_worker, start_workers
 from bandmaster.lifecycle.death_watch import DeathWatch
 from bandmaster.lifecycle.ownership import Ownership, add_group, close_former, open_groups
 from bandmaster.plan.mesh import Mesh
+from bandmaster.plan.numbers import as_whole
 from bandmaster.platform.locks import check_not_held
 from bandmaster.pool import ResourcePool
 from bandmaster.pool.lease import close_all as close_each
@@ -234,8 +235,9 @@ class GroupOf(AnyGroup, Generic[W]):
             ClosedError: The group was closed.
         """
         self._ownership.check()
-        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+        if (number := as_whole(rank, 0, self.world_size - 1)) is None:
             raise UsageError(f"{self._name} has ranks 0 to {self.world_size - 1}, got rank {rank!r}")
+        rank = number
         if why_not := self._why_not_replaced():
             raise UsageError(why_not)
         self._check_state("replace", "on_replace", state, rank)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from bandmaster.calls.options import check_seconds
+from bandmaster.calls.options import checked_seconds
 from bandmaster.errors import ArgumentError, MeshError, UsageError
 from bandmaster.plan.mesh import Mesh
 from bandmaster.worker import ClassWithInitArgs, Worker
@@ -106,7 +106,7 @@ def check_options(owner: str, name_prefix: object, start_timeout: object) -> Non
     """
     if not isinstance(name_prefix, str | None):
         raise UsageError(f"name_prefix of {owner} must be a string, or None for the pool's prefix, got {name_prefix!r}")
-    check_seconds(f"start_timeout of {owner}", start_timeout)
+    checked_seconds(f"start_timeout of {owner}", start_timeout)
 
 
 def checked_output(owner: str, output: object) -> str | None:

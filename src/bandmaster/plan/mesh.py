@@ -10,6 +10,7 @@ from typing import NoReturn
 import numpy as np
 
 from bandmaster.errors import MeshError
+from bandmaster.plan.numbers import as_whole
 from bandmaster.plan.render import html_table
 
 RANK = "rank"  # an axis of all ranks, which every mesh has without naming it
@@ -46,8 +47,9 @@ class Mesh:
         if unnamed or not axes:
             raise MeshError("a mesh needs at least one axis, each with a name, for example Mesh(dp=8)")
         for name, size in axes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            if (whole := as_whole(size, 1)) is None:
                 raise MeshError(f"the size of axis {name!r} must be a positive integer, got {size!r}")
+            axes[name] = whole
         self._shape = dict(axes)
         self._size = math.prod(axes.values())
         self._factors = dict(axes)  # the indivisible axes and their sizes, slowest first; their product is the size
@@ -121,9 +123,9 @@ class Mesh:
             if axis not in wanted:
                 refined._factors[axis] = size
                 continue
-            generation = size if wanted[axis] is None else wanted[axis]
-            if not isinstance(generation, int) or generation < 1 or size % generation:
-                raise MeshError(f"gen_{axis}={generation} does not divide {axis}={size}; choose a divisor of {size}")
+            generation = size if wanted[axis] is None else as_whole(wanted[axis], 1)
+            if generation is None or size % generation:
+                raise MeshError(f"gen_{axis}={wanted[axis]} does not divide {axis}={size}; choose a divisor of {size}")
             gen, micro = f"gen_{axis}", f"micro_{axis}"
             refined._factors |= {gen: generation, micro: size // generation}
             refined._axes |= {axis: (gen, micro), gen: (gen,), micro: (micro,)}

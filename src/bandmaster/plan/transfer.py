@@ -19,6 +19,7 @@ from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from bandmaster.errors import ProtocolError
+from bandmaster.plan.numbers import as_whole
 
 
 def _set(value: object, **fields: object) -> None:
@@ -142,12 +143,13 @@ class _Selection:
         name = type(self).__name__
         axes = _axis_names(name, axes, self._needs_axis)
         for axis, index in at.items():
-            if isinstance(index, bool) or not isinstance(index, int):
+            if (whole := as_whole(index)) is None:
                 raise ProtocolError(f"the coordinate {axis} of {name} must be an integer, got {index!r}")
             if axis in axes:
                 raise ProtocolError(
                     f"{name} joins over axis {axis!r} and also fixes {axis}={index}; remove one of them"
                 )
+            at[axis] = whole
         _set(self, axes=axes, at=tuple(sorted(at.items())))
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ class Deadline:
 
     def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s
-        self._moment = None if timeout_s is None else time.monotonic() + timeout_s
+        self._moment = None if timeout_s is None else time.monotonic() + float(timeout_s)
 
     def left(self) -> float | None:
         """The seconds that are left, 0 or more; None for no limit."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
 
 from bandmaster.errors import UsageError
+from bandmaster.plan.numbers import as_amount, as_whole
 
 _SET_FOR_EACH_RANK = "bandmaster sets it in each worker, so that torch.distributed finds the other ranks"
 _REFUSED = {  # environment variables, and why a pool does not set them
@@ -20,13 +20,13 @@ _GPUS = "a pool with use_gpu=True gives each worker a GPU of its own by this var
 
 def check_amount(what: str, amount: object) -> None:
     """Raise `UsageError` unless it is a number of at least 0."""
-    if isinstance(amount, bool) or not isinstance(amount, Real) or not float(amount) >= 0:
+    if as_amount(amount) is None:
         raise UsageError(f"{what} must be a non-negative number, got {amount!r}")
 
 
 def check_count(what: str, count: object, meaning: str = "") -> None:
     """Raise `UsageError` unless it is an integer of at least 1."""
-    if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
+    if as_whole(count, 1) is None:
         raise UsageError(f"{what} must be an integer of at least 1{meaning}, got {count!r}")
 
 
@@ -48,7 +48,7 @@ def checked_sizes(sizes: object, name: str, unit: str) -> tuple[int, ...]:
     if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
         raise UsageError(f"{name} must be a list with one number per {unit}, such as [4, 2], got {sizes!r}")
     for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
+        if as_whole(size, 1) is None:
             raise UsageError(
                 f"every {unit} must have an integer number of slots of at least 1, got {size!r} in {list(sizes)}"
             )

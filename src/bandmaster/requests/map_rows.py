@@ -42,8 +42,8 @@ class MapOptions(FlowOptions):
     group_by: str | None = None
 
     def __post_init__(self) -> None:
-        check_count("in_flight", self.in_flight)
-        check_count("chunk", self.chunk)
+        check_count(self, "in_flight")
+        check_count(self, "chunk")
         super().__post_init__()
         if self.group_by is not None and not isinstance(self.group_by, str):
             raise UsageError(f"group_by must be the name of a column or of an argument, got {self.group_by!r}")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields, replace
+from math import inf
 from typing import Any
 
 from bandmaster.calls.options import SharedLimits
 from bandmaster.errors import UsageError
+from bandmaster.plan.numbers import as_whole
 
 LIMITS = tuple(SharedLimits.__annotations__)  # the options that requests share with other calls; see `CallOptions`
 
@@ -45,14 +47,19 @@ class Target:
         if unknown:
             listed = f"{', '.join(names[:-1])} and {names[-1]}"
             raise UsageError(f"a request has no option {unknown[0]!r}; its options are {listed}")
-        made = replace(self, **changes)
-        if made.replica is not None:
-            up_to = f"from 0 to {n_replicas - 1}, as there are {n_replicas} replicas"
-            _check("replica", made.replica, 0, up_to, n_replicas - 1)
-        for name, least in (("spill", 0), ("maxsize", 1), ("retries", 0)):
-            _check(name, getattr(made, name), least, f"of {least} or more")
-        if made.min_version is not None:
-            _check("min_version", made.min_version, -float("inf"), "or None")
+        up_to = f"from 0 to {n_replicas - 1}, as there are {n_replicas} replicas"
+        allowed = {
+            "replica": (0, n_replicas - 1, up_to),
+            "spill": (0, inf, "of 0 or more"),
+            "maxsize": (1, inf, "of 1 or more"),
+            "retries": (0, inf, "of 0 or more"),
+            "min_version": (-inf, inf, "or None"),
+        }
+        numbers = {name: as_whole(changes[name], *allowed[name][:2]) for name in allowed if name in changes}
+        for name, number in numbers.items():
+            if number is None and (changes[name] is not None or getattr(ANY, name) is not None):
+                raise UsageError(f"{name} must be a whole number {allowed[name][2]}, got {changes[name]!r}")
+        made = replace(self, **{**changes, **numbers})
         if made.retries and made.replica is not None:
             raise UsageError(
                 f"retries={made.retries} sends a request to another replica, but replica={made.replica} allows one; "
@@ -64,11 +71,6 @@ class Target:
             kind = type(made.key).__name__
             raise UsageError(f"key must be hashable, got {kind}; pass a string or a number") from None
         return made
-
-
-def _check(name: str, value: Any, least: float, which: str, most: float = float("inf")) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise UsageError(f"{name} must be a whole number {which}, got {value!r}")
 
 
 ANY = Target()

@@ -8,11 +8,11 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bandmaster import UsageError
+from bandmaster.plan.numbers import as_whole
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -139,7 +139,7 @@ class Checkpoints:
         from torch import distributed
         from torch.distributed import checkpoint
 
-        if isinstance(number, bool) or not isinstance(number, Integral) or number < 0:
+        if as_whole(number, 0) is None:
             raise UsageError(f"number must be a whole number of 0 or more, got {number!r}; pass the step, as an int")
         self.wait()
         path, is_alone = self._path(number), not distributed.is_initialized()

@@ -19,6 +19,7 @@ from typing import Any
 import cloudpickle
 
 from bandmaster.errors import UsageError
+from bandmaster.plan.numbers import as_whole
 from bandmaster.testing.faults import BadResult, Delay, Exit, Fault, Hang, Kill, Raise
 from bandmaster.testing.faulty import WorkerClass, with_faults
 from bandmaster.testing.leaks import no_leaks
@@ -116,7 +117,7 @@ def trials(
         ...             assert group.double([1, 2]) == [2, 4]  # again, after an injected error
     """
     for name, number in (("n", n), ("ranks", ranks), ("calls", calls), ("most", most)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        if as_whole(number, 1) is None:
             raise UsageError(f"trials: {name} must be a positive integer, got {number!r}")
     unknown = [kind for kind in kinds if kind not in _MAKERS]
     if unknown or not kinds:
