@@ -56,7 +56,7 @@ class Closing:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a stream cannot be copied or pickled: its end cancels the rest of its results; share the stream itself with "
+            "a stream cannot be copied or pickled: its end cancels its other results; share the stream itself with "
             "other threads and tasks, or pass on its results"
         )
 
