@@ -858,21 +858,21 @@ def test_callers_hear_which_replica_has_died_and_use_the_other_one_until_it_is_r
     assert agents.await_.options(timeout=DEADLINE)(until_both) == [None]
 
 
-def test_callers_of_a_restarted_group_go_on(own, is_in_process):
+@pytest.mark.parametrize("renew", [bm.WorkerGroup.restart, lambda group: group.replace(0)])
+def test_callers_go_on_when_the_rank_that_they_know_as_dead_was_renewed(own, tmp_path, is_in_process, renew):
     if is_in_process:
         pytest.skip("the controller calls its own group")
     rollout, agents = own
-    assert agents.with_group(rollout, "a") == ["aa"]
-    rollout.restart()
 
-    async def until_it_answers(group):
-        while True:
-            try:
-                return (await group.chat("b"))[1], await group.load.submit(4)
-            except bm.WorkerDied:
-                await asyncio.sleep(0.01)
+    async def ask(group):
+        return await group.chat.options(replica=0)("b"), await group.load.submit(4)
 
-    assert agents.await_.options(timeout=DEADLINE)(until_it_answers) == [("bb", [(0, 0), (1, 0)])]
+    held = agents.await_.submit(hold_on_zero, tmp_path)
+    wait_for(tmp_path / "begun 0")
+    renew(rollout)
+    with pytest.raises(bm.RemoteError, match="WorkerDied"):
+        held.result(DEADLINE)
+    assert agents.await_.options(timeout=DEADLINE)(ask) == [((0, "bb"), [(0, 0), (1, 0)])]
 
 
 def test_callers_of_a_closed_group_get_closed_error_at_once(own, tmp_path, is_in_process):
@@ -905,14 +905,6 @@ def test_a_thread_finds_a_group_again_that_was_restarted(own, is_in_process):
     if is_in_process:
         pytest.skip("the controller calls its own group")
     rollout, agents = own
-
-    def until_it_answers(group):
-        while True:
-            try:
-                return group.chat("b").result()[1]
-            except bm.WorkerDied:
-                time.sleep(0.01)
-
     for rank in (0, 1):
         with pytest.raises(bm.WorkerDied):
             rollout.die.options(replica=rank)().result(DEADLINE)
@@ -920,7 +912,7 @@ def test_a_thread_finds_a_group_again_that_was_restarted(own, is_in_process):
         while True:
             agents.do(lambda group: group.chat("b").result())
     rollout.restart()
-    assert agents.do.options(timeout=DEADLINE)(until_it_answers) == ["bb"]
+    assert agents.do.options(timeout=DEADLINE)(lambda group: group.chat("b").result()[1]) == ["bb"]
 
 
 class Partner(bm.Worker):

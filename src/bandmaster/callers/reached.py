@@ -109,6 +109,7 @@ class ReachedWorkers(LaneClient):
         self._far: dict[int, FarRanks] = {}
         self._is_asking = False
         self._later: dict[int, Failure | None] = {}  # deaths that came meanwhile
+        self._dead: dict[int, socket.socket] = {}  # at the door, which tells of the next process of a rank
         self._is_own: bool | None = None  # whether this process is one of the ranks, once that is known
         for rank in range(n_ranks):
             self._open[rank], self._requests[rank] = {}, {}
@@ -191,8 +192,13 @@ class ReachedWorkers(LaneClient):
         with self.lock:
             self._poller.receive_all()  # a rank may have died, or come back, while no thread waited for any
             for rank in ranks:
-                if not (rank in self._lanes or rank in self._far or rank in self.deaths or self.is_stopped):
-                    self._enter(rank, *self._ask(rank))
+                is_known = rank in self._lanes or rank in self._far or rank in self.deaths
+                if (rank in self._dead or not is_known) and not self.is_stopped:
+                    answer = self._ask(rank)  # also about a dead one, as the door may tell of its return later
+                    if (waiting := self._dead.pop(rank, None)) is not None:
+                        self._poller.ignore(waiting.fileno())
+                        waiting.close()
+                    self._enter(rank, *answer)
 
     def _enter(self, rank: int, sock: socket.socket, answer: str, said: Any) -> None:
         """Take an answer of the door: a lane, a place, a death, or the end of the group; the lock is held."""
@@ -206,6 +212,8 @@ class ReachedWorkers(LaneClient):
         elif answer in (DIED, NOTHING):
             self._poller.watch(sock.fileno(), partial(self._is_back, rank, sock))  # there may be a new process later
             self._fail(rank, said)
+            if answer == DIED:
+                self._dead[rank], self.deaths[rank] = sock, said
         else:
             sock.close()
             why = ELSEWHERE if answer == FAR else said
@@ -233,6 +241,7 @@ class ReachedWorkers(LaneClient):
     def _is_back(self, rank: int, sock: socket.socket, _: int) -> None:
         """Take the news of a rank that has died."""
         self._poller.ignore(sock.fileno())
+        self._dead.pop(rank, None)
         self._enter(rank, *_answer(sock, 0.0, self.name))
 
     def _ask(self, rank: int, but: object = None, timeout_s: float = ANSWER_S) -> tuple[socket.socket, str, Any]:
@@ -292,6 +301,7 @@ class ReachedWorkers(LaneClient):
         for rank in list(self._far):
             self._fail(rank, Failure(FailureKind.DIED, why))
         super()._close(why)
+        self._dead.clear()
         if (links := self._links) is not None:
             for agent in list(links.agents.values()):
                 links.lose(agent, why)
