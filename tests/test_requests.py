@@ -1417,6 +1417,33 @@ def test_a_dead_replica_fails_its_requests_and_gets_no_more(make_group, gate):
     assert group.chat.all("a").result(DEADLINE) == [(rank, "aa") for rank in range(3)]
 
 
+class SlowlyRenewed(Rollout):
+    def __init__(self, folder):
+        super().__init__()
+        if (folder / "renews").exists():
+            (folder / "begun new").touch()
+            while not (folder / "gate").exists():
+                time.sleep(0.001)
+
+
+def test_a_request_to_all_replicas_waits_for_a_rank_that_is_being_replaced(make_group, gate):
+    group = make_group(2, SlowlyRenewed, gate.folder)
+    (gate.folder / "renews").touch()
+    replacing = threading.Thread(target=group.replace, args=(1,))
+    replacing.start()
+    gate.wait_for("new")
+    with pytest.raises(bm.CallTimeout, match="rank 1 is being replaced"):
+        group.chat.options(timeout=0.05).all("a")
+
+    async def main():
+        asked = group.chat.all("a")
+        gate.open()
+        return await asked
+
+    assert asyncio.run(asyncio.wait_for(main(), DEADLINE)) == [(0, "aa"), (1, "aa")]
+    replacing.join(DEADLINE)
+
+
 @pytest.mark.backends("local", "ray")
 def test_a_rank_that_is_stuck_after_a_death_is_ended_though_only_requests_wait_for_it(make_group):
     group = make_group(2, Rollout)

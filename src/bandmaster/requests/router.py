@@ -162,7 +162,7 @@ class Router:
         if request.parents and not request.has_rows:
             return None
         if target.is_all:
-            return self.replicas
+            return None if self._work.renewed else self.replicas
         candidates = self._candidates(request)
         if not candidates:
             return None
@@ -211,6 +211,9 @@ class Router:
 
     def why_waiting(self, target: Target) -> str:
         """The reason why requests wait for a place, and what to do."""
+        if target.is_all:
+            renewed = ", ".join(map(str, self._work.renewed))
+            return f"rank {renewed} is being replaced; ask again when replace() has returned"
         wanted = range(len(self.replicas)) if target.replica is None else [target.replica]
         versions = {n: self._version(self.replicas[n]) for n in wanted}
         if target.min_version is not None and max(versions.values()) < target.min_version:
