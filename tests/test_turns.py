@@ -55,6 +55,13 @@ class Plain(bm.Worker):
         for part in range(n):
             yield part
 
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def hold(self, gate):
+        self.note("begins")
+        while not os.path.exists(gate):
+            await asyncio.sleep(0.002)  # polling for a file of the test
+        return "held"
+
     @register(Dispatch.REQUEST)
     def each_after(self, gate, row):
         self.wait_for(gate, "made a row")
@@ -105,6 +112,21 @@ class Model(Plain):
 
     def on_restart(self, state):
         self.note("restarted")
+
+
+class Agent(bm.Worker):
+    """It asks a group that it was given."""
+
+    def __init__(self, group):
+        self.group = group
+
+    @register(Dispatch.ONE_TO_ALL)
+    def ask(self, *args):
+        return self.group.hold(*args).result()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def read(self, n):
+        return list(self.group.parts.stream(n))
 
 
 class Log:
@@ -668,6 +690,53 @@ def test_a_stream_whose_items_are_taken_in_the_turn_of_another_loses_none_later(
     with actor.turn():
         found += items
     assert Counter((item.rank, item.result()) for item in found) == Counter(itertools.product(range(2), range(3)))
+
+
+# --- requests of workers ---
+
+
+@pytest.mark.backends("local")  # where workers have ways of their own to the ranks of a group
+@pytest.mark.parametrize("cls", [Model, Plain])
+def test_requests_of_workers_keep_to_the_turns_of_the_group(cls, make_pool, gate, tmp_path):
+    log, pool = Log(tmp_path / "log"), make_pool([1])
+    asked, rival = bm.WorkerGroup(pool, cls, "asked", str(log.path)), bm.WorkerGroup(pool, Plain)
+    with asked.turn():  # a group without hooks takes turns from here on
+        agents = bm.WorkerGroup(make_pool([1]), Agent, asked)
+        held = agents.ask.submit(str(gate))
+        deadline = time.monotonic() + DEADLINE_S
+        while "asked begins" not in log.of_rank_0():
+            assert time.monotonic() < deadline
+            time.sleep(0.002)  # polling another process
+    with pytest.raises(bm.CallTimeout, match="hold got no reply"):
+        rival.turn(timeout=0.05).__enter__()
+    gate.touch()
+    with rival.turn():
+        assert held.result(DEADLINE_S) == ["held"]
+        for ask in (lambda: agents.ask(str(gate)), lambda: agents.read(3)):
+            with pytest.raises(bm.RemoteError, match=r"UsageError: .* has its turn on slots of"):
+                ask()
+
+    async def read_in_turn():
+        async with asked.turn():
+            return await agents.read.submit(3)
+
+    assert asyncio.run(read_in_turn()) == [[0, 1, 2]]
+    with asked.turn():
+        assert agents.ask(str(gate)) == ["held"]
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_a_group_that_workers_send_requests_themselves_takes_no_turns(make_pool):
+    pool = make_pool([1])
+    group = bm.WorkerGroup(pool, Plain)
+    agents = bm.WorkerGroup(pool, Agent, group)
+    with pytest.raises(bm.UsageError, match=r"call turn\(\) once before it is given"):
+        agents.turn(group)
+    assert agents.read(2) == [[0, 1]]
+    others = bm.WorkerGroup(pool, Agent, agents)
+    with agents.turn():  # it has no requests, and all calls of workers go by way of the controller
+        pass
+    del others
 
 
 # --- what goes wrong ---

@@ -45,7 +45,8 @@ class GroupReference:
         door: The address of its controller's door.
         key: Its key there.
         name: Its name.
-        reach: How workers reach its ranks: by "lanes", on the host of the controller, by "links", or not at all, "".
+        reach: How workers reach its ranks: by "lanes", on the host of the controller, by "links", or not at all,
+            "": then the controller makes all their calls.
         prefix: The prefix of the workers' names of its methods.
     """
 
@@ -56,11 +57,24 @@ class GroupReference:
     prefix: str = ""
 
 
-def reference_to(group: GivenGroup, key: str, prefix: str) -> GroupReference:
-    """The reference to a group of this process, which workers can reach from here on."""
+def reference_to(group: GivenGroup, key: str, prefix: str, may_be_direct: bool) -> GroupReference:
+    """The reference to a group of this process, which workers can call from here on.
+
+    Args:
+        group: The group.
+        key: Its key at the door.
+        prefix: The prefix of the workers' names of its methods.
+        may_be_direct: Whether workers may send requests to its ranks themselves, as it takes no turns.
+    """
     workers = group.workers()
     reach = "links" if isinstance(workers, AgentWorkers) else "lanes" if isinstance(workers, LaneClient) else ""
-    return GroupReference(Door.give(key, group), key, group.name, reach, prefix)
+    return GroupReference(Door.give(key, group), key, group.name, reach if may_be_direct else "", prefix)
+
+
+def is_direct(spec: MethodSpec) -> bool:
+    """Whether workers may send requests of a method to the replicas themselves, as each of these is one rank."""
+    protocol: Any = spec.registration.protocol
+    return spec.registration.is_request and all(len(ranks) == 1 for ranks in replicas(spec.mesh, protocol))
 
 
 def called_group(reference: GroupReference, cls: type[Worker], mesh: Mesh, meshes: Mapping[str, Mesh]) -> CalledGroup:
@@ -141,7 +155,6 @@ class CalledGroup:
         own = Door.here(self._reference.door, self._reference.key)
         if own is not None:
             return own.method(spec.name)
-        protocol: Any = spec.registration.protocol
         if not spec.registration.is_request:
             if spec.is_generator:
                 raise UsageError(
@@ -149,10 +162,10 @@ class CalledGroup:
                     "return a list"
                 )
             return RelayedMethod(self, self._relay, spec, 0, {})
-        routed = replicas(spec.mesh, protocol)
-        if self._is_direct and all(len(ranks) == 1 for ranks in routed) and not self._workers.is_stopped:
+        if self._is_direct and is_direct(spec) and not self._workers.is_stopped:
             return DirectMethod(self, self._submitter, spec)
-        return RelayedMethod(self, self._relay, spec, len(routed), {})
+        protocol: Any = spec.registration.protocol
+        return RelayedMethod(self, self._relay, spec, len(replicas(spec.mesh, protocol)), {})
 
     @property
     def _is_gone(self) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bandmaster.calls.derived import PutRows
 from bandmaster.calls.future import Future
+from bandmaster.calls.hooks import OPEN
 from bandmaster.calls.options import checked_seconds
 from bandmaster.calls.request import CallRequest, CallSite, Collection
 from bandmaster.calls.spec import MethodSpec
@@ -50,6 +51,7 @@ class AnyGroup(metaclass=ABCMeta):
     _ownership: Ownership
     _watches: list[DeathWatch]
     _key: str
+    _is_direct: bool  # whether workers send requests to its ranks themselves, once this is decided
 
     @property
     def world_size(self) -> int:
@@ -184,6 +186,7 @@ class AnyGroup(metaclass=ABCMeta):
         Raises:
             UsageError: When the block is entered: this thread or task has the turn of another group on the same slots,
                 so that the wait would never end. Threads that wait for each other's turns are told of: see `Stall`.
+                Or at once: this is the first turn of a group that was given to workers, which send it requests.
             Stalled: ``on_stall`` of the group is not ``"warn"``, and it was waited for in vain.
             TurnTimeout: Another group had its turn for too long, or its calls took too long to send.
             CallTimeout: A hook took too long. It still runs; the next turn waits for it.
@@ -223,6 +226,11 @@ class AnyGroup(metaclass=ABCMeta):
                 raise ArgumentError(f"turn takes worker groups, got {type(group).__name__} ({group!r})")
         for group in groups:
             group._ownership.check()
+            if group.__dict__.setdefault("_is_direct", False):
+                raise UsageError(
+                    f"group {group._name!r} cannot take turns: it was given to workers, which send its ranks requests "
+                    "themselves; call turn() once before it is given to them, and the controller makes all their calls"
+                )
         return Turn(groups, [group._turn_taker() for group in groups], timeout_s)
 
     def _turn_taker(self) -> TurnTaker:
@@ -372,7 +380,7 @@ class AnyGroup(metaclass=ABCMeta):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The group as it is pickled for workers: from here on, workers can call it."""
-        from bandmaster.callers.called import called_group, reference_to  # a feature
+        from bandmaster.callers.called import called_group, is_direct, reference_to  # a feature
         from bandmaster.callers.door import Door, GivenGroup
 
         known = self.__dict__
@@ -383,7 +391,9 @@ class AnyGroup(metaclass=ABCMeta):
         work.is_given = True
         work.read_in_background()
         given = GivenGroup(self._name, partial(getattr, self), self._ownership.open_workers, lambda: work.renewed)
-        reference = reference_to(given, self._key, self._submitter.prefix)
+        may_be_direct = self._submitter.gate is OPEN and any(map(is_direct, self._methods.values()))
+        may_be_direct = known.setdefault("_is_direct", may_be_direct)  # unless a thread takes the first turn meanwhile
+        reference = reference_to(given, self._key, self._submitter.prefix, may_be_direct)
         return called_group, (reference, self._cls, self._mesh, dict(self._meshes))
 
     def __dir__(self) -> list[str]:
