@@ -9,10 +9,12 @@ from functools import partial
 import numpy as np
 import pytest
 from clock import idle_time
+from commands import MINE
 from hosts import spread
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register
+from bandmaster.cli import main
 from bandmaster.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 pytestmark = pytest.mark.slow  # each actor is a process of Ray's own
@@ -265,6 +267,19 @@ def test_items_of_async_generators_overlap_though_the_class_has_no_other_async_m
         first, second = group.items.options(timeout=30).stream("a"), group.items.options(timeout=30).stream("b")
         assert [next(second).result(), next(first).result()] == ["b", "a"]
         first.close(), second.close()
+
+
+def test_an_actor_whose_async_methods_wait_is_not_idle(meeting, capsys):
+    first = meeting.meet.submit("a", 2)
+    while not meeting.who_came()[0]:
+        pass
+    for command in ("stack", "why"):
+        assert main([command, meeting.name, *MINE]) == 0
+        out = capsys.readouterr().out
+        assert "an async method that Ray's event loop runs" in out and "idle" not in out
+    assert meeting.meet("b", 2) == first.result()
+    assert main(["stack", meeting.name, *MINE]) == 0
+    assert "idle: it runs no method" in capsys.readouterr().out
 
 
 def test_a_call_that_overlaps_others_is_cancelled_alone(meeting):

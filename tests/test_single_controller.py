@@ -5,6 +5,7 @@ import copy
 import gc
 import os
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -278,6 +279,29 @@ def test_rows_of_a_call_that_does_not_wait_can_be_passed_on(group):
     assert pickle.loads(pickle.dumps(later)).tolist() == [0, 2, 4, 6]
 
 
+class Waits(Worker):
+    @register(execute_mode=Execute.RANK_ZERO, blocking=False)
+    def wait(self):
+        threading.Event().wait()
+
+
+@pytest.mark.backends("local")
+def test_options_hold_for_a_call_of_rank_zero_that_does_not_wait(make_pool):
+    waiting = RayWorkerGroup(make_pool([1]), RayClassWithInitArgs(Waits)).wait.options(timeout=0.01, grace=0)()
+    with pytest.raises(bm.CallTimeout, match=r"0\.01 s"):
+        waiting.result()
+    waiting.cancel()
+
+
+@pytest.mark.backends("local", "inprocess")
+def test_a_group_whose_workers_are_no_actors_can_be_copied_and_says_why_it_cannot_be_sent(group):
+    assert copy.copy(group).add(1) == copy.deepcopy(group).add(1) == group.add(1)
+    with pytest.raises(
+        bm.UsageError, match=r"cannot be pickled.* give it a RayResourcePool, or pass a bandmaster\.Work"
+    ):
+        pickle.dumps(group)
+
+
 @inprocess
 def test_rows_are_waited_for_no_longer_than_asked(make_pool):
     class Slow(bm.Worker):
@@ -485,6 +509,10 @@ def test_calls_that_do_not_wait_return_object_refs(actor, ray_cluster):
     assert ray.get(actor.on_zero_later([1, 2])) == ([1, 2], 0)
     with pytest.raises(bm.UsageError, match=r"add_later returns ObjectRefs, to which options\(\) does not apply; use"):
         actor.add_later.options(timeout=1)(1)
+    with pytest.raises(
+        bm.UsageError, match=r"on_zero_later returns ObjectRefs, to which options\(\) does not apply; use"
+    ):
+        actor.on_zero_later.options(timeout=1)(1)
     assert ray.get(actor.execute_all_async("bare", [1, 2, 3, 4])) == [101, 102, 103, 104]
     assert ray.get(actor.execute_all("bare", 1)) == [101] * 4
     assert ray.get(actor.execute_rank_zero("bare", 1)) == actor.execute_rank_zero_sync("bare", 1) == 101

@@ -24,6 +24,7 @@ _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "plats
 _DEBUGGER = f"{_PACKAGE}debugging/", f"{sysconfig.get_path('stdlib')}/bdb.py"
 _OTHER_THREADS = "\n  in another thread:\n"  # between the stack of the thread that runs the methods, and others
 _IDLE = "  idle: it runs no method"
+_ELSEWHERE = "  an async method that Ray's event loop runs"
 _RUNS = "  it runs requests:"
 _WAITS = "  idle: it waits for the ranks that still run a call which failed here"
 _AT_THE_FENCE = f"{_PACKAGE}worker_process/loop.py _wait_at_the_fence\n"
@@ -35,17 +36,22 @@ _AWAITS = f"{_PACKAGE}worker_process/executor.py wait_for\n"  # where that threa
 _CURRENT = "Current thread", "Stack (most recent"  # that the signal reached: the main thread, if it can be; or alone
 
 
-def readable(text: str) -> str:
+def readable(text: str, runs: bool = False) -> str:
     """The stack of the thread that runs the methods, without this library's outermost frames, or that it is idle; of
     the coroutine that it waits for; of other threads that run a user's code, and of other tasks; and calls that it
-    waits for."""
+    waits for.
+
+    Args:
+        text: The text behind a status page.
+        runs: Whether a method runs, by the status page: Ray runs those that overlap in other threads.
+    """
     awaited, tasks, *more = told(text, TASKS) or ("", "")
     more.append(told(text, COLLECTIVES))
     text = text.partition(TASKS)[0].partition(COLLECTIVES)[0]
     threads = list(_threads(text))
     others = [frames for heading, frames in threads if not heading.startswith(_CURRENT) and any(map(_is_users, frames))]
     mine = [frames for heading, frames in threads if heading.startswith(_CURRENT)]
-    shown = [awaited] if awaited else [_waits(frames) or _shown(frames) for frames in mine]
+    shown = [awaited] if awaited else [_waits(frames, runs) or _shown(frames) for frames in mine]
     if tasks and any(_places(frames[-1:]) == _NEXT_REQUEST for frames in mine):
         shown = [_RUNS]
     stacks = _OTHER_THREADS.join(filter(None, [*shown, *map(_shown, others)]))
@@ -72,11 +78,13 @@ def _threads(text: str) -> Iterator[tuple[str, list[re.Match[str]]]]:
         yield heading, [match for match in map(_FRAME.match, reversed(lines)) if match]
 
 
-def _waits(frames: list[re.Match[str]]) -> str:
+def _waits(frames: list[re.Match[str]], runs: bool) -> str:
     """The text for a thread that waits for the next call, or until it may begin one, or for a task of Ray."""
     innermost = _places(frames[-2:])
     if innermost.endswith(_AT_THE_FENCE):
         return _WAITS
+    if runs and innermost.endswith(_NEXT_TASK):
+        return _ELSEWHERE
     return _IDLE if innermost.endswith((_NEXT_CALL, _NEXT_TASK, _NEXT_REQUEST)) else ""
 
 

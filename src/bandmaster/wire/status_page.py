@@ -223,9 +223,9 @@ def stacks(pids: Sequence[int]) -> dict[int, str]:
             with contextlib.suppress(OSError):
                 _signal(pid, INTERRUPT_SIGNAL)
         texts.update(_texts(waiting, deadline, lambda text, _: told(text, TASKS) is not None))
+        shown = {pid: readable(text, _word(pages[pid], RUNNING) != 0) for pid, text in texts.items() if text}
         for page in pages.values():  # an interrupt is not to tell of tasks
             os.ftruncate(page, PAGE_NBYTES)
-    shown = {pid: readable(text) for pid, text in texts.items() if text}
     heading = f"{IN_DEBUGGER}: bandmaster debug attaches to it, and deadlines wait\n"
     return {**shown, **{pid: heading + shown.get(pid, "") for pid in in_debuggers(pids)}}
 

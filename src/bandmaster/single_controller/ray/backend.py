@@ -115,8 +115,8 @@ class ActorBackend(RayBackend):
         if overlaps(launch) and not has_async_methods(launch.worker_class):
             raise UsageError(
                 f"{launch.class_name} asks Ray for max_concurrency={launch.options['max_concurrency']}, but only "
-                "calls of async methods and async generators can overlap, and it has neither; leave this out of "
-                "@ray.remote(...)"
+                "calls of async methods, and of async generators of bandmaster.register, can overlap, and it has "
+                "neither; leave this out of @ray.remote(...)"
             )
         return ActorWorkers(launch, _start_actor)
 

@@ -43,6 +43,7 @@ from bandmaster.single_controller.ray.inner import (
     nsight_options,
     variables_of,
 )
+from bandmaster.single_controller.ray.launch import ACTORS
 from bandmaster.single_controller.ray.methods import RayMethod, references
 from bandmaster.worker import ClassWithInitArgs, Registration
 
@@ -351,14 +352,21 @@ class RayWorkerGroup(WorkerGroup):
         return f"<role {self.sub_cls_name!r} of {self._inner!r}>" if self.sub_cls_name else repr(self._inner)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if isinstance(self._inner, StartedGroup) and self._inner._pool._lease.backend != ACTORS:
+            raise UsageError(
+                f"{self!r} cannot be pickled, as its workers are no Ray actors; give it a RayResourcePool, or pass a "
+                "bandmaster.WorkerGroup, which other workers can call"
+            )
         classes = encode((type(self), self._inner._cls))
         return _attached, (self.workers, self.worker_names, self._inner.mesh, classes, self.sub_cls_name)
 
-    def __deepcopy__(self, memo: Any) -> RayWorkerGroup:
+    def __deepcopy__(self, memo: Any = None) -> RayWorkerGroup:
         group = object.__new__(type(self))
         vars(group).update(vars(self))
         group._bind(self._cls, self._submitter)
         return group
+
+    __copy__ = __deepcopy__
 
 
 def _attached(handles: Sequence[Any], names: Sequence[str], mesh: Mesh, classes: Payload, role: str) -> RayWorkerGroup:

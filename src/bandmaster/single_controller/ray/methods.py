@@ -34,13 +34,15 @@ class RayMethod(GroupMethod[..., Any, Any]):
         protocol = registration.protocol
         if isinstance(protocol, Custom) and joins_rows(protocol.collect):
             return RowsLater.of(self._send(args, kwargs, waits=False))
-        if not isinstance(protocol, Custom):
-            if not self._spec.is_for_zero:
-                return self._send(args, kwargs, waits=False)
-            return self._group.execute_rank_zero_async(self._spec.name, *args, **kwargs)
-        plan, _ = self._dispatched(protocol, args, kwargs)
         name, ranks = self._spec.name, self._spec.ranks
-        return protocol.collect(self._group, references(self._submitter, self._group, name, plan, ranks, self._options))
+        if isinstance(protocol, Custom):
+            plan, _ = self._dispatched(protocol, args, kwargs)
+            found = references(self._submitter, self._group, name, plan, ranks, self._options)
+            return protocol.collect(self._group, found)
+        if not self._spec.is_for_zero:
+            return self._send(args, kwargs, waits=False)
+        plan = self._group._plan(name, args, kwargs, 1)
+        return references(self._submitter, self._group, name, plan, ranks, self._options)[0]
 
     def stream(self, /, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: verl's collect functions join the values of all ranks.
