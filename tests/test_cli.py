@@ -97,6 +97,7 @@ def test_plan_of_a_generation_layout(capsys):
         ("4 --protocol SCATTER", "unknown transfer protocol 'SCATTER'; use one of ONE_TO_ALL"),
         ("4 --protocol DP_PROTO --rows -1", "rows must be a non-negative number, got -1"),
         ("4 --rows 10", "--protocol"),
+        ("8,8 --axes self=2,dp=4", "self=2"),
     ],
 )
 def test_plan_of_nonsense_is_one_line(arguments, message, capsys):
@@ -166,6 +167,9 @@ WRONG = {
     "no number of threads": (
         changed("cores", thread_variables={"MKL_NUM_THREADS": "many"}),
         "is not a number of threads", "unset MKL_NUM_THREADS"
+    ),
+    "a power of threads": (
+        changed("cores", thread_variables={"OMP_NUM_THREADS": "²"}), "'²' is not a number of threads", "unset OMP"
     ),
     "a quota": (changed("cores", quota=1.5), "1.5 CPUs of the 16", "export OMP_NUM_THREADS=1,"),
     "no memory left": (changed("memory", available=GiB // 2), "0.5 GiB of 64.0 GiB of memory is free", "bandmaster ps"),
@@ -578,6 +582,21 @@ def test_names_that_somebody_made_up_do_no_harm(capsys, user):
     assert ("[31mred\\nline \\u202e" in table) == (not user)
     for text in (table, complaint):
         assert all(character.isprintable() for line in text.split("\n") for character in line)
+
+
+@pytest.mark.backends("local")
+def test_a_name_with_a_slash_is_found(make_pool, capsys):
+    group = bm.WorkerGroup(make_pool([1]), Mine, name="exp1/actor")
+    group.pid()
+    for command in ("stack", "why"):
+        assert main([command, group.name, *MINE]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("arguments, status", [("ps", 0), ("top --once", 0), ("why", 0), ("stack actor", 1)])
+def test_a_controller_without_groups_is_named(arguments, status, capsys):
+    assert main([*arguments.split(), "--controller", "1"]) == status
+    assert "controller 1 has no groups on this machine\n" in "".join(capsys.readouterr())
 
 
 def test_kill_has_to_be_told_what(capsys):

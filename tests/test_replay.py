@@ -33,6 +33,10 @@ class Model(bm.Worker):
         return [rows[0] / divisor]
 
     @register(Dispatch.ONE_TO_ALL)
+    def leave(self, kind):
+        raise kind
+
+    @register(Dispatch.ONE_TO_ALL)
     def hold_a_lock(self):
         import threading
 
@@ -166,3 +170,16 @@ def test_a_folder_without_calls_and_a_rank_that_has_none(tmp_path):
             group.later([1, 2])
     status, said = replayed(tmp_path, "--rank", 1)
     assert status == 2 and "has no recorded call of rank 1, but of rank 0" in said
+    (file,) = tmp_path.iterdir()
+    status, said = replayed(file, "--rank", 1)
+    assert status == 2 and "has a call of rank 0, but --rank 1 is given" in said
+
+
+@pytest.mark.backends("inprocess")
+def test_an_exit_and_an_interrupt_that_the_method_raises_are_shown(make_pool, tmp_path):
+    group = bm.WorkerGroup(make_pool([1]), Model)
+    for kind in (SystemExit, KeyboardInterrupt):
+        with record(group, tmp_path), pytest.raises(bm.RemoteError):
+            group.leave(kind)
+        status, said = replayed(tmp_path, "--run")
+        assert status == 1 and f"raise kind\n{kind.__name__}" in said and "bandmaster/cli" not in said

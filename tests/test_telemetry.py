@@ -349,6 +349,10 @@ def test_mistakes_are_errors_before_anything_is_begun(actor):
         Telemetry(phases={"Actor.use": "learn"})
     with pytest.raises(bm.UsageError, match=r"budget between 0 and 1, got 1\.0 and 2"):
         Telemetry(budget=2)
+    with pytest.raises(bm.UsageError, match=r"interval must be positive and finite, .* got inf"):
+        Telemetry(interval=float("inf"))
+    with pytest.raises(bm.UsageError, match=r"port must be from 0, for a free one, to 65535, .* got 70000"):
+        Telemetry(port=70000)
     with Telemetry(port=0) as telemetry:
         with pytest.raises(bm.UsageError, match="a trace is already open"):
             Telemetry()

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,7 @@ import torch
 from tensordict import TensorDict
 
 import bandmaster as bm
+from bandmaster.compat.fork import installed
 from bandmaster.single_controller.base import decorator
 from bandmaster.single_controller.base.decorator import Dispatch, get_predefined_dispatch_fn, register
 from bandmaster.single_controller.base.megatron.worker import DistGlobalInfo, DistRankInfo, MegatronWorker
@@ -429,3 +431,16 @@ def test_the_version_is_that_of_the_verl_that_is_imported(fork, tmp_path):
     assert f"this is verl 0.2.0.dev of {beside}" in run.stderr
     assert f"the program imports verl 0.3.1.fork of {fork}" in run.stderr
     assert "Worker.where not, because of ModuleNotFoundError: No module named 'a_module_that_is_missing'" in run.stderr
+
+
+def test_a_verl_is_found_that_a_finder_of_an_editable_installation_knows(tmp_path, monkeypatch):
+    (package := tmp_path / "src_of_verl").mkdir()
+    (package / "__init__.py").write_text('__version__ = "0.7.0"\n')
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            return spec_from_file_location(name, package / "__init__.py") if name == "verl" else None
+
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    assert installed() == ("0.7.0", package)

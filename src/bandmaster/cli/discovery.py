@@ -84,10 +84,18 @@ class Discovered:
     Attributes:
         groups: The groups, sorted by name.
         orphaned_zygotes: Zygotes whose controller has ended.
+        controller: Pid of the only controller whose groups were wanted; None for all.
     """
 
     groups: tuple[Group, ...] = ()
     orphaned_zygotes: tuple[Process, ...] = ()
+    controller: int | None = None
+
+
+def no_groups(controller: int | None) -> str:
+    """The words for groups that were not found; ``controller`` is that of `discover`."""
+    who = "you have" if controller is None else f"controller {controller} has"
+    return f"{who} no groups on this machine"
 
 
 def discover(controller: int | None = None) -> Discovered:
@@ -106,7 +114,7 @@ def discover(controller: int | None = None) -> Discovered:
             members.setdefault(key, []).append((identity, process))
     groups = [_group(members[key]) for key in sorted(members)]
     zygotes = _orphaned_zygotes(pids() if controller is None else _parents_of(groups))
-    return Discovered(tuple(groups), tuple(zygotes))
+    return Discovered(tuple(groups), tuple(zygotes), controller)
 
 
 def _group(members: list[tuple[WorkerIdentity, Process]]) -> Group:

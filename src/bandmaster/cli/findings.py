@@ -82,7 +82,7 @@ def _kernel(kernel: Kernel) -> Iterator[Finding]:
 def _cores(cores: Cores) -> Iterator[Finding]:
     for name, value in cores.thread_variables.items():
         first = value.split(",")[0].strip()
-        if not first.isdigit() or first == "0":
+        if not first.isdecimal() or first == "0":
             yield Finding(f"{name}={value!r} is not a number of threads", f"unset {name}")
         elif int(first) > cores.usable:
             yield Finding(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bandmaster.cli.discovery import Discovered, Group, Process, age_s, discover, is_orphaned_zygote
+from bandmaster.cli.discovery import Discovered, Group, Process, age_s, discover, is_orphaned_zygote, no_groups
 from bandmaster.cli.names import complaints_about, named, ranges
 from bandmaster.errors import UsageError
 from bandmaster.plan.render import text_table
@@ -93,7 +93,7 @@ def shown(discovered: Discovered) -> str:
         rows = [[process.pid, _memory([process]), _age([process])] for process in discovered.orphaned_zygotes]
         title = "zygotes (processes that fork workers) without a controller; end them with: bandmaster kill --orphans"
         tables.append(text_table(title, ["pid", "memory", "age"], rows))
-    return "\n\n".join(tables) or "you have no groups on this machine"
+    return "\n\n".join(tables) or no_groups(discovered.controller)
 
 
 def chosen(discovered: Discovered, names: Sequence[str], is_all: bool, is_orphans: bool) -> Discovered:

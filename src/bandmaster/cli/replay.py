@@ -32,6 +32,8 @@ def replay(path: str, rank: int | None, is_run: bool) -> int:
     """
     file = _chosen(Path(path), rank)
     call = _loaded(file)
+    if rank not in (None, call["rank"]):
+        raise UsageError(f"{file} has a call of rank {call['rank']}, but --rank {rank} is given; leave that out")
     print(f"{call['label']} on rank {call['rank']} of {call['world_size']}, recorded on host {call['host']}: {file}")
     restore_random_states(call["random"])
     if is_run:
@@ -42,7 +44,7 @@ def replay(path: str, rank: int | None, is_run: bool) -> int:
             result = asyncio.run(_awaited(result))
     except bdb.BdbQuit:  # at a breakpoint() of the method
         return 1
-    except Exception as error:
+    except BaseException as error:
         traceback.print_exception(_users(error))
         if not is_run:
             pdb.post_mortem(error.__traceback__)

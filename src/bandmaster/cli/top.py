@@ -13,6 +13,7 @@ import tty
 from collections.abc import Iterator
 from typing import Any
 
+from bandmaster.cli.discovery import no_groups
 from bandmaster.cli.top_view import HEADER, IDLE, columns_that_fit, rows_of
 from bandmaster.cli.usage import Moment, Sampler
 from bandmaster.errors import UsageError
@@ -20,7 +21,6 @@ from bandmaster.plan.render import text_table
 
 FIRST_LOOK_S = 0.2  # between the two moments whose difference is the processor time of a snapshot
 SHORTEST_INTERVAL_S = 0.1
-NO_GROUPS = "you have no groups on this machine"
 LINES_AROUND = 4  # the title, the header and its line, and the line below
 
 
@@ -59,7 +59,9 @@ def top(is_once: bool, interval_s: float, controller: int | None = None) -> int:
 
 
 def _text(moment: Moment) -> str:
-    return text_table("ranks on this machine", HEADER, rows_of(moment)) if moment.groups else NO_GROUPS
+    return (
+        text_table("ranks on this machine", HEADER, rows_of(moment)) if moment.groups else no_groups(moment.controller)
+    )
 
 
 def _run_live(sampler: Sampler, interval_s: float) -> None:
@@ -82,10 +84,8 @@ def _table(moment: Moment, width: int, height: int, interval_s: float) -> Any:
 
     rows = rows_of(moment, max(1, height - LINES_AROUND))
     columns = columns_that_fit(rows, width)
-    title = (
-        f"groups on {os.uname().nodename}, every {interval_s:g} s; q ends" if moment.groups else f"{NO_GROUPS}; q ends"
-    )
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    here = f"groups on {os.uname().nodename}, every {interval_s:g} s" if moment.groups else no_groups(moment.controller)
+    table = Table(title=f"{here}; q ends", title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in [HEADER[n] for n in columns]:
         is_number = name in ("pid", "for", "cpu", "memory", "rows held")
         table.add_column(name, no_wrap=True, overflow="ellipsis", justify="right" if is_number else "left")

@@ -64,9 +64,10 @@ class GroupUsage:
 
 @dataclass(frozen=True)
 class Moment:
-    """All groups of this user on this machine at one moment, sorted by name."""
+    """All groups of this user on this machine, or only those of one controller, at one moment, sorted by name."""
 
     groups: tuple[GroupUsage, ...] = ()
+    controller: int | None = None
 
 
 @dataclass
@@ -106,7 +107,7 @@ class Sampler:
             ]
             note = "controller gone" if group.is_orphan else "detached" if group.is_detached else ""
             groups.append(GroupUsage(_name(group, discovered), group.world_size, tuple(ranks), note))
-        return Moment(tuple(groups))
+        return Moment(tuple(groups), self.controller)
 
     def _cpu_percent(self, process: Process, before: Mapping[tuple[int, float], int], elapsed_s: float) -> float | None:
         """Processor time of a process since the previous sample; None if that sample did not contain it."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bandmaster.cli.discovery import Group, discover
+from bandmaster.cli.discovery import Group, discover, no_groups
 from bandmaster.cli.names import complaints_about, named, ranges
 from bandmaster.contract import Signs
 from bandmaster.watching.calls import BUSY
@@ -40,7 +40,7 @@ def why(name: str | None, is_json: bool, controller: int | None = None) -> int:
     for group, said in zip(groups, seen(groups), strict=True):
         print(json.dumps(said) if is_json else _text(group, said["places"]))
     if not groups and not is_json:
-        print("you have no groups on this machine")
+        print(no_groups(controller))
     return 0
 
 

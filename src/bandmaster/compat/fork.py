@@ -11,8 +11,8 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Iterator
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -48,7 +48,8 @@ class Installed(NamedTuple):
 
 def installed() -> Installed | None:
     """The verl that ``import verl`` finds, which is not imported; None if there is none."""
-    spec = PathFinder.find_spec("verl")
+    found = (finder.find_spec("verl", None) for finder in sys.meta_path)  # an editable package has one of its own
+    spec = next(filter(None, found), None)
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Installed(version_of(Path(folders[0])), Path(folders[0])) if folders else None
 

@@ -43,7 +43,7 @@ class Mesh:
     Source: HybridFlow (arXiv 2409.19256), sections 4 and 5; ``jax.sharding.Mesh``.
     """
 
-    def __init__(self, *unnamed: NoReturn, **axes: int) -> None:
+    def __init__(self, /, *unnamed: NoReturn, **axes: int) -> None:
         if unnamed or not axes:
             raise MeshError("a mesh needs at least one axis, each with a name, for example Mesh(dp=8)")
         for name, size in axes.items():

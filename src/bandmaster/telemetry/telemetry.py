@@ -82,8 +82,12 @@ class Telemetry:
         wrong = {phase for phase in (phases or {}).values() if phase not in RL_PHASES}
         if wrong:
             raise UsageError(f"a phase is one of {', '.join(RL_PHASES)}, got {', '.join(map(repr, sorted(wrong)))}")
-        if not interval > 0 or not 0 < budget <= 1:
-            raise UsageError(f"interval must be positive and budget between 0 and 1, got {interval} and {budget}")
+        if not 0 < interval <= threading.TIMEOUT_MAX or not 0 < budget <= 1:
+            raise UsageError(
+                f"interval must be positive and finite, and budget between 0 and 1, got {interval} and {budget}"
+            )
+        if port is not None and not 0 <= port <= 65535:
+            raise UsageError(f"port must be from 0, for a free one, to 65535, or None for no server, got {port}")
         self.trace = trace()
         self._zero = time.monotonic() - (time.time() - self.trace.began)
         self.url: str | None = None
@@ -92,7 +96,7 @@ class Telemetry:
         try:
             if port is not None:
                 self._server, self._server_thread = start_http_server(port, host, self._figures.registry)
-                self.url = f"http://{host}:{self._server.server_port}/metrics"
+                self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_port}/metrics"
         except BaseException:
             self.trace.stop()
             raise

@@ -67,8 +67,8 @@ class CallRecord:
         sent_nbytes: Bytes of arguments that the controller has encoded, each payload once.
         returned_nbytes: Bytes of values that the controller received.
         kept_nbytes: Bytes of rows that have stayed where they were made.
-        read_nbytes: Bytes of rows that ranks have read by reference, by place: ``"shared memory"``, or ``"network"``
-            for those of other hosts.
+        read_nbytes: Bytes of rows that ranks have read by reference, by place: ``"shared memory"``, ``"network"`` for
+            those of other hosts, or ``"controller"``; see `bandmaster.contract.Kept`.
         takes_from: The numbers of the calls that made those rows, each with the rank that made them.
         is_request: Whether it is a request, which waits in the controller until a replica has a place for it.
         versions: By rank, the version of its weights that it had reported when it replied, if it has.

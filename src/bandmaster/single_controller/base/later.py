@@ -18,8 +18,8 @@ __all__ = ["RowsLater"]
 class RowsLater:
     """The rows that a non-blocking call will return.
 
-    If verl is loaded, it is also an instance of verl's ``DataProtoFuture``. A method of any group takes it as an
-    argument and waits for it. It makes an ObjectRef only when the program reads ``futures``.
+    If verl is loaded, it is also an instance of verl's ``DataProtoFuture``. A method of any `RayWorkerGroup` takes it
+    as an argument and waits for it. It makes an ObjectRef only when the program reads ``futures``.
     """
 
     def __init__(self, future: Future[Any], cuts: tuple[tuple[int, int], ...] = ()) -> None:
