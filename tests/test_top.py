@@ -159,7 +159,7 @@ MANY_NAMES = """
 import os
 import time
 from bandmaster.wire.status_page import StatusPage, WorkerIdentity
-page = StatusPage(WorkerIdentity(os.getpid(), 0, 0, 1, "many")).activity
+page = StatusPage(WorkerIdentity(os.getpid(), 0, 0, 0, 1, "many")).activity
 for name in ("first", "x" * 300, "line\\nred\\x1b", None, "first", ""):
     if name is None:
         for number in range(5000):
