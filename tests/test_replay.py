@@ -175,7 +175,7 @@ def test_a_folder_without_calls_and_a_rank_that_has_none(tmp_path):
     assert status == 2 and "has a call of rank 0, but --rank 1 is given" in said
 
 
-@pytest.mark.backends("inprocess")
+@pytest.mark.backends("local")  # where an interrupt that a method raises does not look like Ctrl-C
 def test_an_exit_and_an_interrupt_that_the_method_raises_are_shown(make_pool, tmp_path):
     group = bm.WorkerGroup(make_pool([1]), Model)
     for kind in (SystemExit, KeyboardInterrupt):
