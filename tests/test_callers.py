@@ -1035,21 +1035,23 @@ def test_a_fork_of_a_worker_is_told_to_leave_the_calls_to_it(own, is_in_process)
 
     def in_fork(group):
         ours, theirs = os.pipe()
+        future = group.chat("b")
         child = os.fork()
         if child == 0:
-            try:
-                group.chat("a")
-            except bm.UsageError as error:
-                os.write(theirs, str(error).encode())
+            for use in (lambda: group.chat("a"), future.result):
+                try:
+                    use()
+                except bm.UsageError as error:
+                    os.write(theirs, str(error).encode())
             os._exit(0)
         os.close(theirs)
         with open(ours) as words:
             said = words.read()
         os.waitpid(child, 0)
-        return said, group.chat("a").result()[1]
+        return said, group.chat("a").result()[1] + future.result()[1]
 
     ((said, answer),) = own[1].do.options(timeout=DEADLINE)(in_fork)
-    assert "forked" in said and answer == "aa"
+    assert said.count("forked") == 2 and answer == "aabb"
 
 
 def test_several_groups_and_threads_call_at_the_same_time(backend, pools, rollout):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ctypes
 import functools
+import gc
 import io
 import os
 import signal
@@ -682,6 +683,161 @@ def test_a_group_is_not_for_forks_of_the_controller(make_pool):
     assert said.endswith("; closed")
     assert group.add(1) == [11, 11, 11]
     assert make_pool([1]).reserve() is not None
+
+
+class Quiet(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def close_output(self, how):
+        if how == "close":
+            sys.stdout.close()
+        else:
+            sys.stdout = sys.stderr = None
+
+
+@pytest.mark.backends("local")
+@pytest.mark.parametrize("how", ["close", "set to None"])
+def test_a_worker_without_output_ends_without_a_traceback(make_group, capfd, how):
+    group = make_group(2, Quiet)
+    group.close_output(how)
+    group.close()
+    assert capfd.readouterr().err == ""
+
+
+def in_fork(step):
+    """What a step returns in a fork of this process, or raises, as text."""
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        try:
+            said = step()
+        except BaseException as error:
+            said = error
+        os.write(tell, repr(said).encode())
+        os._exit(0)
+    os.close(tell)
+    with open(told) as lines:
+        said = lines.read()
+    assert os.waitpid(child, 0)[1] == 0, f"the fork hangs, or has ended: {said}"
+    return said
+
+
+class Held(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def number(self):
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wait(self, path):
+        while not os.path.exists(path):
+            time.sleep(0.005)  # polling for the file
+        return self.rank
+
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def ask(self, n, path):
+        while not os.path.exists(path):
+            await asyncio.sleep(0.005)
+        return n
+
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def items(self, n, path):
+        for i in range(n):
+            yield i
+            await self.ask(i, path)
+
+
+async def awaited(future):
+    return await future
+
+
+USES = {
+    "result": lambda future: future.result(),
+    "exception": lambda future: future.exception(),
+    "done": lambda future: (future.done(), future.result()),
+    "cancel": lambda future: (future.cancel(), future.result()),
+    "wait": lambda future: [one.result() for one in bm.wait([future]).done],
+    "as_completed": lambda future: [one.result() for one in bm.as_completed([future])],
+    "await": lambda future: asyncio.run(awaited(future)),
+}
+
+
+@pytest.mark.backends("local")
+def test_a_future_is_not_for_forks_which_take_no_reply_away(make_group, tmp_path):
+    group, go = make_group(2, Held), str(tmp_path / "go")
+    had = group.number.submit()
+    assert had.result() == [0, 1]
+    call, request = group.wait.submit(go), group.ask.options(timeout=DEADLINE)(3, go)
+    waiting = threading.Thread(target=call.result)
+    waiting.start()
+    for name, use in USES.items():
+        for future in (call, request):
+            said = in_fork(lambda use=use, future=future: use(future))
+            assert "UsageError" in said and "belongs to the process from which this one was forked" in said, name
+        assert in_fork(lambda use=use: use(had)) == repr(use(had)), name
+    Path(go).touch()
+    assert (call.result(timeout=DEADLINE), request.result()) == ([0, 1], 3)
+    waiting.join()
+    assert group.number() == [0, 1]
+
+
+@pytest.mark.backends("local")
+def test_a_fork_in_which_maps_and_streams_are_collected_cancels_nothing(make_group, tmp_path, capfd):
+    group, go = make_group(2, Held), str(tmp_path / "go")
+    mapped, stream = group.ask.map(list(range(9)), go), group.items.stream(5, go)
+    assert next(stream) == 0
+    held = [mapped, stream]
+    del mapped, stream
+
+    def collect():
+        held.clear()
+        gc.collect()
+        threads = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+        for thread in threads:
+            thread.join()
+        return threads
+
+    assert in_fork(collect) == "[]"
+    Path(go).touch()
+    assert held[0].result() == list(range(9))
+    assert list(held[1]) == [1, 2, 3, 4]
+    assert capfd.readouterr().err == ""
+
+
+FORKS_THAT_END = """
+import gc, os, sys
+import bandmaster as bm
+
+class Numbered(bm.Worker):
+    @bm.register(bm.Dispatch.ONE_TO_ALL)
+    def number(self):
+        return self.rank
+
+with bm.ResourcePool([2]) as pool:
+    group = bm.WorkerGroup(pool, Numbered)
+    for how in ("exit", "raise", "collect"):
+        if (child := os.fork()) == 0:
+            if how == "exit":
+                sys.exit(0)
+            if how == "raise":
+                raise ValueError("in the child")
+            del group
+            gc.collect()
+            os._exit(0)
+        os.waitpid(child, 0)
+        print(how, group.number(), flush=True)
+"""
+
+
+@pytest.mark.backends("local")
+def test_workers_live_on_when_a_fork_of_the_controller_ends(backend):
+    command = [sys.executable, "-X", "dev", "-c", FORKS_THAT_END]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert done.stdout == "exit [0, 1]\nraise [0, 1]\ncollect [0, 1]\n"
+    assert (
+        done.stderr.count("ValueError: in the child") == done.stderr.count("Error") == 1
+        and "Warning" not in done.stderr
+    )
 
 
 def fork_that_leaves_by(how):

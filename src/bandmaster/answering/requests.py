@@ -17,9 +17,7 @@ own: the controller from the start, and workers that were given the group.
 from __future__ import annotations
 
 import math
-import os
 import select
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -74,7 +72,6 @@ class Requests:
         self._callers: list[_Caller] = []
         self._n_ended = 0  # requests that have ended, and are not counted as such
         self._controller = None if lane is None else self._added(lane)
-        os.register_at_fork(after_in_child=partial(_close_in_fork, weakref.ref(self)))
 
     # --- the main thread ---
 
@@ -331,13 +328,6 @@ class _Caller:
         self._loop.remove_writer(self.lane.fileno())
         self._is_gone = True
         self.lane.hang_up()
-
-
-def _close_in_fork(made: weakref.ref[Requests]) -> None:
-    """Close the lanes in a fork of this process, which else would hide the end of this one from the callers."""
-    requests = made()
-    for caller in requests._callers if requests is not None else ():
-        caller.lane.socket.close()
 
 
 def _nbytes_of(small: SmallReply) -> int:

@@ -310,7 +310,6 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
         page.told_of_tasks, executor.begins_event_loop = executor.told_of_tasks, page.has_event_loop
         tell_of_collectives(page)
         lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(kept_name(os.getpid())))
-        os.register_at_fork(after_in_child=lane.socket.close)  # else a fork would hide this worker's end
         Loop(lane, executor, page, _answers).run()
         executor.close()
         if rendezvous is not None:
@@ -319,8 +318,9 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
         sys.excepthook(*sys.exc_info())
         os._exit(1)
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # the user's code may have closed or replaced it
+                stream.flush()
         os._exit(0)
 
 

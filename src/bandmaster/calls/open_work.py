@@ -36,6 +36,7 @@ from bandmaster.calls.request import CallSite
 from bandmaster.contract import WorkerCall, Workers
 from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.platform.deadline import Deadline
+from bandmaster.platform.forks import in_forks
 from bandmaster.platform.locks import SigintSafeLock
 
 FOREVER = Deadline(None)
@@ -72,6 +73,9 @@ class Waiting(Protocol):
     def give_up(self, why: BaseException) -> object:
         """Do not send it, for a reason."""
 
+    def end_in_fork(self) -> None:
+        """End with a UsageError in a fork of this process; see `Result.end_in_fork`."""
+
     def cancel(self) -> bool:
         """Do not send it, because the user cancels it."""
 
@@ -90,6 +94,9 @@ class InParts(Protocol):
     @property
     def is_ended(self) -> bool:
         """Whether it has stopped sending parts."""
+
+    def end_in_fork(self) -> None:
+        """End with a UsageError in a fork of this process; see `Result.end_in_fork`."""
 
     def cancel(self) -> bool:
         """Cancel the parts that run, and send no more."""
@@ -147,6 +154,7 @@ class OpenWork:
         self.renewed: frozenset[int] = frozenset()
         self.died: dict[int, float] = {}
         self.sending = SigintSafeLock()
+        in_forks(self, OpenWork._end_in_fork)
 
     # --- WAITING ---
 
@@ -389,6 +397,14 @@ class OpenWork:
             return
         with self.sending:
             workers.call(calls, tickets)
+
+    def _end_in_fork(self) -> None:
+        self.sending.refuse()
+        found: list[Any] = [*self.waiting, *self._sent, *self._in_parts.values()]
+        for one in found:
+            one.end_in_fork()
+        self.waiting.clear()
+        self._sent.clear()
 
     def _unfinished(self) -> list[Call]:
         """The sent calls that are not over, in the order they were sent. Replies that have come count."""

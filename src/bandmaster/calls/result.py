@@ -16,6 +16,7 @@ from bandmaster.contract import Workers
 from bandmaster.errors import CallTimeout, ResourceError, RowsLost, UsageError
 from bandmaster.errors.failure import Failure, stacks_by_equality
 from bandmaster.platform.deadline import Deadline
+from bandmaster.platform.forks import of_parent
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.rows.kept import KeptRows
@@ -128,6 +129,12 @@ class Result(ABC):
 
     def drive_in_background(self) -> None:  # noqa: B027  # others may tell it of its end
         """Ensure that it is done, and that the functions of `watch` are called, though no thread waits for it."""
+
+    def end_in_fork(self) -> None:
+        """End with a UsageError in a fork, as the process from which it was forked gets the replies. Takes no lock."""
+        self.lock = threading.RLock()
+        self._callbacks.clear()
+        self.done = self.done or Done(of_parent(f"the call of {self.site.method}"))
 
     def table(self) -> Table:
         """The rows; it is done, without an error, and keeps them."""
@@ -263,7 +270,7 @@ class RowsResult(Result):
         for rank, part in self._rows.parts.items():
             try:
                 values[rank] = part.value(deadline)
-            except (RowsLost, CallTimeout, ResourceError):
+            except (RowsLost, CallTimeout, ResourceError, UsageError):
                 raise
             except BaseException as error:  # the user's objects may raise anything as they are unpickled
                 failures[rank or 0] = self._unreadable(rank, error)

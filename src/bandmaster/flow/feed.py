@@ -57,6 +57,11 @@ class Arrivals:
             with contextlib.suppress(KeyError, RuntimeError):  # another thread was faster; the event loop was closed
                 self._wakes.pop()()
 
+    def end_in_fork(self, done: Done | None) -> None:
+        """Add the end, and wake no task, as these are those of the process from which this one was forked."""
+        self._wakes.clear()
+        self.put(done)
+
     def drained(self) -> list[Future[Any]]:
         """Remove and return all futures."""
         found = []
@@ -308,6 +313,13 @@ class Feed(Result):
     def close(self) -> None:
         """Stop it without an error, and free the resources of the parts that are not made."""
         self.give_up(None)
+
+    def end_in_fork(self) -> None:
+        """End with a UsageError in a fork; see `Result.end_in_fork`."""
+        super().end_in_fork()
+        self._ended = threading.Event()
+        self._ended.set()
+        self.arrivals.end_in_fork(self.done)
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until it sends no more parts; False if the time is over before."""

@@ -13,6 +13,7 @@ from bandmaster.calls.result import Done, note_calls
 from bandmaster.contract import Workers
 from bandmaster.errors import CallTimeout
 from bandmaster.flow.feed import Arrival, Feed
+from bandmaster.platform.forks import n_forks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -31,7 +32,7 @@ class Closing:
 
     def __init__(self, method: str, workers: Workers, end: Callable[[], object]) -> None:
         self._method, self._workers, self._end = method, workers, end
-        self._is_open = True
+        self._is_open, self._n_forks = True, n_forks()
 
     def __iter__(self) -> Self:
         return self
@@ -61,7 +62,8 @@ class Closing:
         )
 
     def __del__(self) -> None:
-        if self._is_open:  # not by `__dict__`, which is made then, and keeps all of a cycle for the next collection
+        # Not by `__dict__`, which is made then, and keeps all of a cycle for the next collection.
+        if self._is_open and self._n_forks == n_forks():
             with contextlib.suppress(Exception):  # at exit, no thread can be started
                 progress.add(Once(self._workers, self._end))  # there: garbage may be collected under any lock
 

@@ -22,13 +22,11 @@ import errno
 import hashlib
 import hmac
 import itertools
-import os
 import pickle
 import socket
 import ssl
 import struct
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
@@ -41,6 +39,7 @@ from bandmaster.codec import Payload
 from bandmaster.errors import ResourceError
 from bandmaster.hosts.handshake import HANDSHAKE_TIMEOUT_S, Keys, Refused, Secret, greet
 from bandmaster.platform.deadline import Deadline
+from bandmaster.platform.forks import in_forks
 from bandmaster.platform.settings import host_timeout_s
 from bandmaster.wire.messages import Closed
 from bandmaster.wire.poller import HAS_ROOM, Poller
@@ -151,7 +150,7 @@ class Link:
         self._poller: Poller
         self._take: Callable[[Message], object]
         self._end: Callable[[str], object]
-        _links.add(self)
+        in_forks(self, Link.close)
 
     def fileno(self) -> int:
         """The descriptor by which select and its kin tell that something has arrived or can be sent."""
@@ -341,17 +340,6 @@ class Link:
         for payload in payloads if not self._is_encrypted else ():
             digest.update(payload.head)
         return digest.digest()
-
-
-_links: weakref.WeakSet[Link] = weakref.WeakSet()
-
-
-def _close_in_fork() -> None:
-    for link in list(_links):  # else the other end would not hear of the end of this process as long as the fork lives
-        link.close()
-
-
-os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def _views(payloads: Iterable[Payload]) -> list[memoryview]:

@@ -18,6 +18,7 @@ from bandmaster.hosts.link import FrameKind, Message
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.rows import Fetch, PendingFetch, RowKey
 from bandmaster.platform.deadline import Deadline
+from bandmaster.platform.forks import n_forks, of_parent
 from bandmaster.platform.settings import tree_from
 from bandmaster.rows.table import contains, united
 from bandmaster.wire.client import Client, MessageTicket
@@ -48,7 +49,7 @@ class FarRows(KeptElsewhere):
 
     def __init__(self, agent: Agent, links: AgentLinks, key: RowKey, described: Payload) -> None:
         super().__init__(described)
-        self.agent, self.key = agent, key
+        self.agent, self.key, self._n_forks = agent, key, n_forks()
         self._links = links.row_links
         self._copies: dict[Agent, tuple[Any, int]] = {}  # on other hosts: the rows that are there, and all that were
         self._pending: list[PendingFetch] = []  # fetches that were not waited for to their ends
@@ -73,6 +74,8 @@ class FarRows(KeptElsewhere):
 
     def payload(self, timeout_s: float | None = None) -> Payload:
         """The encoded rows, in memory of the reader's own. They go on coming if they have not come in time."""
+        if self._n_forks != n_forks():  # whose threads fetch them
+            raise of_parent(f"the connection to {self.origin}")
         if self.agent.lost is not None:
             raise RowsLost(
                 f"{self.origin} are gone (host {self.agent.host} is lost: {self.agent.lost}); make them again"

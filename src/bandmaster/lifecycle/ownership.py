@@ -15,7 +15,7 @@ from typing import Any
 
 from bandmaster.contract import CLOSED, Workers
 from bandmaster.errors import ClosedError, UsageError
-from bandmaster.platform.forks import n_forks
+from bandmaster.platform.forks import in_forks, n_forks, of_parent
 
 _log = logging.getLogger(__name__)
 _groups: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in this order
@@ -45,6 +45,7 @@ class Ownership:
         self._started: Workers | None = None  # those that run; at first, and in a restart, they are being constructed
         self._when_closed: list[Callable[[], object]] = []
         self._end = weakref.finalize(group, self._release)
+        in_forks(self, Ownership._end_in_fork)
 
     @property
     def is_open(self) -> bool:
@@ -78,13 +79,10 @@ class Ownership:
             ClosedError: The workers were released.
             UsageError: This process was forked from the controller.
         """
+        if self._n_forks != n_forks():
+            raise of_parent(f"group {self.name!r}")
         if not self._end.alive:
             raise ClosedError(f"group {self.name!r} was closed{self.why_closed}")
-        if self._n_forks != n_forks():
-            raise UsageError(
-                f"group {self.name!r} belongs to the process from which this one was forked; call it there, "
-                "or create a group in a freshly started process"
-            )
 
     def workers(self) -> Workers:
         """Return the running workers.
@@ -94,7 +92,7 @@ class Ownership:
             UsageError: This process was forked from the controller.
         """
         workers = self._workers
-        if workers is None or self._n_forks != n_forks():
+        if workers is None:
             self.check()
         assert workers is not None, "a group's constructor returns only with running workers"
         return workers
@@ -110,8 +108,6 @@ class Ownership:
         Raises:
             UsageError: A signal handler called this during an operation of the group; nothing was done.
         """
-        if self._n_forks != n_forks():
-            return
         try:
             armed = self._end.detach()
             if armed is not None:
@@ -136,6 +132,10 @@ class Ownership:
             finally:
                 self._tell_of_end()
             raise
+
+    def _end_in_fork(self) -> None:
+        self._end.detach()  # to stop the workers is for the parent
+        self._workers = None
 
     def _stop(self) -> None:
         workers = self._started

@@ -1,9 +1,18 @@
-"""Detects forks, so that an object can tell whether it was made in this process or in one that forked it."""
+"""Forks of this process: an object can tell whether it was made in one, and ends there what belongs to this process."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from bandmaster.errors import UsageError
+
+_T = TypeVar("_T")
+_ends: WeakKeyDictionary[Any, Callable[[Any], object]] = WeakKeyDictionary()
 
 
 class _Forks:
@@ -38,8 +47,28 @@ def end_if_forked(n_before: int, error: BaseException | None = None) -> None:
         os._exit(code & 0xFF if isinstance(code, int) else 1)
 
 
+def in_forks(one: _T, end: Callable[[_T], object]) -> None:
+    """Have ``end(one)`` called at the beginning of each fork, which must not use an object of this process.
+
+    It closes the copies of descriptors that the fork has, so that these do not hide the end of this process. It takes
+    no lock, as a thread that the fork does not have may hold any.
+    """
+    _ends[one] = end
+
+
+def of_parent(what: str) -> UsageError:
+    """The error to raise in a fork that uses an object of the process from which it was forked."""
+    return UsageError(
+        f"{what} belongs to the process from which this one was forked; use it there, or create a group in a freshly "
+        "started process"
+    )
+
+
 def _note() -> None:
     _Forks.count += 1
+    for one, end in list(_ends.items()):
+        with contextlib.suppress(OSError):  # the user has closed a descriptor
+            end(one)
 
 
 os.register_at_fork(after_in_child=_note)

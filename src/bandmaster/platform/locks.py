@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from bandmaster.errors import UsageError
+from bandmaster.platform.forks import of_parent
 
 _SIGINT = int(signal.SIGINT)
 
@@ -79,7 +80,7 @@ class SigintSafeLock:
     """
 
     def __init__(self, on_interrupt: Callable[[], object] | None = None) -> None:
-        self.lock = threading.RLock()
+        self.lock: Any = threading.RLock()
         self._on_interrupt = on_interrupt
         self._main = threading.main_thread().ident
         self._before: Any = None  # the SIGINT handler to restore
@@ -100,7 +101,7 @@ class SigintSafeLock:
     @property
     def is_inside(self) -> bool:
         """Whether the calling thread enters, holds or leaves the lock, as a finalizer may find it."""
-        return self.lock._is_owned() or (self._is_entered and get_ident() == self._main)  # type: ignore[attr-defined]
+        return self.lock._is_owned() or (self._is_entered and get_ident() == self._main)
 
     def defer(self, then: Callable[[], object]) -> None:
         """Have the main thread call a function when it has left the lock; a signal handler does."""
@@ -110,12 +111,16 @@ class SigintSafeLock:
 
     def release(self) -> Any:
         """Release the lock without leaving its context. Returns the state that `own` needs to take it again."""
-        return self.lock._release_save()  # type: ignore[attr-defined]
+        return self.lock._release_save()
 
     def own(self, taken: Any) -> None:
         """Take the lock again, unless `release` was interrupted by an exception and this thread still holds it."""
-        if not self.lock._is_owned():  # type: ignore[attr-defined]
-            self.lock._acquire_restore(taken or (1, get_ident()))  # type: ignore[attr-defined]
+        if not self.lock._is_owned():
+            self.lock._acquire_restore(taken or (1, get_ident()))
+
+    def refuse(self) -> None:
+        """Have whoever enters the lock from here on get a UsageError, as this process is a fork of its owner."""
+        self.lock = _OfParent()
 
     def __enter__(self) -> None:
         if get_ident() == self._main:
@@ -153,6 +158,21 @@ class SigintSafeLock:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.defer(partial(_deliver, self._before))
+
+
+class _OfParent:
+    """Stands for an RLock that guards objects of the process from which this one was forked."""
+
+    def acquire(self, *_: object) -> None:
+        raise of_parent("the group")
+
+    _acquire_restore = acquire
+
+    def release(self) -> None:
+        """Do nothing: the fork was made while this thread held the lock."""
+
+    def _is_owned(self) -> bool:
+        return False
 
 
 def _deliver(handler: Any) -> None:

@@ -13,6 +13,7 @@ from bandmaster.backends import get_backend
 from bandmaster.contract import Backend
 from bandmaster.errors import PlacementError, UsageError
 from bandmaster.plan.placement import RESERVING, Node, Request, assign_nodes, cannot_place
+from bandmaster.platform.forks import in_forks
 from bandmaster.platform.locks import check_not_held
 from bandmaster.worker import check_not_loading
 
@@ -66,6 +67,7 @@ class Lease:
         self._timeout_s = timeout_s
         self._lock = threading.RLock()  # held while the backend reserves the slots
         self._release: weakref.finalize[Any, Lease] | None = None  # also if the slots belong to others
+        in_forks(self, Lease._end_in_fork)
 
     def _set_entries(self) -> None:
         n_used = len(self.request.workers) - self.request.n_spares
@@ -167,6 +169,10 @@ class Lease:
         if release is not None and (armed := release.peek()) is not None:
             armed[1](*armed[2])  # and only then disarmed, so that Ctrl-C in between leaves it to the next
             release.detach()
+
+    def _end_in_fork(self) -> None:
+        if self._release is not None:
+            self._release.detach()
 
 
 def _released(backend: Backend, reservation: Any) -> None:

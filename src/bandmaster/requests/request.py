@@ -282,6 +282,11 @@ class Request(RowsResult):
             self.router.withdraw(self)
         return not had_ended
 
+    def end_in_fork(self) -> None:
+        """End with a UsageError in a fork; see `Result.end_in_fork`."""
+        super().end_in_fork()
+        self.is_done = True
+
     @property
     def has_outcome(self) -> bool:
         """Whether its ranks have replied, or never will, or it has an error before that."""

@@ -417,6 +417,12 @@ class Router:
         """Whether no request is open, but for those of maps, which are calls in parts themselves."""
         return all(request.tell_map is not None for request in self.open_requests())
 
+    def end_in_fork(self) -> None:
+        """End all open requests in a fork; see `Result.end_in_fork`."""
+        for request in self.open_requests():
+            request.end_in_fork()
+        self.waiting.clear()
+
     def cancel(self) -> bool:
         """Cancel all open requests but for those of maps."""
         for request in reversed(self.open_requests()):  # those that wait first, so that none is sent meanwhile

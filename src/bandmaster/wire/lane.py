@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bandmaster.codec import Payload
+from bandmaster.platform.forks import in_forks
 from bandmaster.wire.messages import INLINE_NBYTES, MAX_MESSAGE_NBYTES, MAX_PARTS_NBYTES, Closed, inline
 from bandmaster.wire.segment_reader import KeptSegment, SegmentReader
 from bandmaster.wire.segments import Segment, SegmentWriter, SharedPayload
@@ -106,6 +107,7 @@ class Lane:
         self, sock: socket.socket, writer: SegmentWriter, rank: int | None = None, buffer: bytearray | None = None
     ) -> None:
         self.socket = sock
+        in_forks(sock, type(sock).close)
         self.reader = SegmentReader()
         self.writer = writer
         self._is_worker, self._reader_id = rank is None, rank or 0

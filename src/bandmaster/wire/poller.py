@@ -11,10 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+from bandmaster.errors import ResourceError
+from bandmaster.platform.forks import in_forks
 from bandmaster.platform.locks import SigintSafeLock
 
 ARRIVED, HAS_ROOM = int(select.EPOLLIN), int(select.EPOLLOUT)
@@ -29,20 +32,30 @@ class Poller:
     Attributes:
         lock: Held by the caller of every method but `wake`, and while functions are called. `receive` releases it while
             the thread is blocked, and Ctrl-C wakes that thread.
+
+    Raises:
+        ResourceError: There is no descriptor for it.
     """
 
     def __init__(self) -> None:
         self._wake = -1
         self.lock = SigintSafeLock(self.wake)
-        with self.lock:  # a file closes itself when Ctrl-C leaves nobody who would
-            self._wake_file = open(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+b", buffering=0)  # noqa: SIM115
+        try:
+            self._poll = select.epoll()
+            with self.lock:  # a file closes itself when Ctrl-C leaves nobody who would
+                self._wake_file = open(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+b", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise ResourceError(
+                f"process {os.getpid()} on host {socket.gethostname()} has no descriptor to wait for replies with "
+                f"({error}); raise the limit on open files (ulimit -n)"
+            ) from error
         self._wake = self._wake_file.fileno()
-        self._poll = select.epoll()
         self._poll.register(self._wake, ARRIVED)
         self._takers: dict[int, Callable[[int], object]] = {}  # by descriptor
         self._is_back = threading.Condition(self.lock.lock)  # notified when the blocked thread has returned
         self._blocked: int | None = None  # the thread that is blocked in the kernel
         self._n_waiting = 0  # threads that wait for that one
+        in_forks(self, Poller._end_in_fork)
 
     def fileno(self) -> int:
         """A descriptor that is readable when something has arrived."""
@@ -136,8 +149,15 @@ class Poller:
         while self._blocked is not None and (left := deadline - time.monotonic()) > 0:
             self._await_the_blocked(left)
         self._is_back.notify_all()
-        self._wake = -1
         self._takers.clear()
+        self._close()
+
+    def _end_in_fork(self) -> None:
+        self.lock.refuse()  # a fork would take what arrives away from its parent
+        self._close()
+
+    def _close(self) -> None:
+        self._wake = -1
         self._wake_file.close()
         self._poll.close()
 

@@ -243,7 +243,6 @@ class WorkerActor:
         """Connect to the controller's lane listener. Returns False if that fails, for example in another container."""
         sock = connect(name, introduction)
         if sock is not None:
-            os.register_at_fork(after_in_child=sock.close)
             self._lane = Lane(sock, SegmentWriter(kept_name(os.getpid())))
             if not self._is_detached:
                 _end_with(peer_of(sock)[0])
