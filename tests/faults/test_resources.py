@@ -1,7 +1,9 @@
 """No memory, no descriptors: a clear error before anything is sent, and the group goes on when there is room again."""
 
 import os
+import re
 import resource
+import socket
 import time
 
 import numpy as np
@@ -101,6 +103,19 @@ def test_a_group_stays_although_the_controller_has_no_descriptor_for_a_while(mak
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert group.echo(1) == [1, 1]
+
+
+def test_a_group_is_refused_without_descriptors_by_an_error_that_names_the_host(zygote):
+    with bm.ResourcePool([2], backend="local") as pool:
+        group = bm.WorkerGroup(pool, Echo)
+        for n in range(3):
+            before = limited(resource.RLIMIT_NOFILE, n)
+            try:
+                with pytest.raises(bm.ResourceError, match=rf"on host {re.escape(socket.gethostname())}.*ulimit -n"):
+                    bm.WorkerGroup(pool, Echo)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert group.echo(1) == [1, 1]
 
 
 def test_the_controller_has_no_room_for_rows_that_were_kept(group):

@@ -190,7 +190,8 @@ class HostWorkers(LaneClient):
             except OSError as error:
                 raise ResourceError(
                     f"cannot start rank {rank} of {len(launch.slots)}: {error}; each worker needs three file "
-                    "descriptors in the controller: raise the limit on open files (ulimit -n), or ask for fewer workers"
+                    f"descriptors in the process that starts it, {os.getpid()} on host {socket.gethostname()}: raise "
+                    "its limit on open files (ulimit -n), or ask for fewer workers"
                 ) from error
             with self.lock:  # so that Ctrl-C comes before or after
                 if_it_fails.pop_all()
