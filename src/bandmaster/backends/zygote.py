@@ -10,7 +10,8 @@
                ◄─ how each ended ────  kills workers that do not exit in time
 
 Nothing outlives the controller: when it ends, the zygote kills the workers, each with the processes it started, and
-exits. When the zygote ends, the kernel kills the workers, and the controller kills the processes they started.
+exits. When the zygote ends, the kernel kills the workers, and the controller kills the processes they started, but for
+those that have left the process groups of the workers: by then, they are no descendants of any of these processes.
 
 A zygote that imports answers nothing yet, and is waited for as long as a group's ``start_timeout`` says. Once it has
 answered, it has to go on answering: one that is silent for `ANSWER_S` is killed, and the next group starts another one.
@@ -311,7 +312,7 @@ def _start(
 
 
 def _end_after(zygote: int, workers: set[int]) -> None:
-    """Wait for the zygote to end, whereupon the kernel kills the workers; then kill the processes that they started."""
+    """Wait for the zygote to end, whereupon the kernel kills the workers; then kill their process groups."""
     poll = select.poll()
     poll.register(zygote, select.POLLIN)
     poll.poll()
