@@ -17,6 +17,9 @@ import bandmaster as bm
 from bandmaster import Concat, Dispatch, Gather, PerRank, Split, TransferProtocol, register
 from bandmaster.plan.batch import concat_rows, count_rows, take_rows
 
+# pandas 2, the last one for Python 3.10, leaves parts without rows out of the dtype and index, and warns.
+joins_empty_parts = pytest.mark.skipif(pandas.__version__ < "3", reason="pandas 2 joins parts without rows differently")
+
 
 class Columns(NamedTuple):
     ids: np.ndarray
@@ -112,6 +115,7 @@ def test_each_rank_gets_its_rows_in_the_type_of_the_table(cutter, kind):
     assert plain(cutter.echo(table)) == plain(table)
 
 
+@joins_empty_parts
 def test_padding_of_a_table_does_not_come_back(cutter):
     table = tables()["DataFrame"]
 
@@ -290,6 +294,7 @@ def test_a_column_by_which_rows_cannot_be_sorted_is_named(cutter, column):
     ids=["categories", "order of categories", "storages", "nullable", "time zones", "sparse", "numbers"],
 )
 @pytest.mark.parametrize("are_frames", [True, False])
+@joins_empty_parts
 def test_ranks_may_return_different_dtypes_of_a_column(cutter, columns, are_frames):
     parts = [{"x": pandas.Series(column), "y": np.arange(len(column))} for column in columns]
     parts = [pandas.DataFrame(part) for part in parts] if are_frames else parts

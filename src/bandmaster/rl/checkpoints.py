@@ -355,7 +355,7 @@ def _planner() -> Any:
 
 
 def _state(model: Module, optimizer: Optimizer | None, more: dict[str, Any], is_saved: bool = False) -> dict[str, Any]:
-    """What DCP saves, or fills. An optimizer that has made no step gets a state to fill; to save, it has none again."""
+    """DCP saves this, or fills it. An optimizer without a step gets a state to fill; to save, it has none again."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
     state = {"model": get_model_state_dict(model), "more": dict(more)}

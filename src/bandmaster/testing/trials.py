@@ -75,7 +75,7 @@ class Trial:
             error = raised
             raise
         finally:
-            if error is not None:
+            if error is not None and hasattr(error, "add_note"):  # not before Python 3.11
                 error.add_note(f"in the trial with seed={self.seed}, whose faults are {list(self.faults)}")
 
 
