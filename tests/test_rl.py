@@ -247,6 +247,8 @@ OPTIMIZERS = [
     lambda weights: torch.optim.AdamW(weights, lr=0.1),
     lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
     lambda weights: torch.optim.SGD(weights, lr=0.1, weight_decay=0.1),
+    lambda weights: torch.optim.Rprop(weights, lr=0.1),
+    lambda weights: torch.optim.NAdam(weights, lr=0.1),
 ]
 
 
@@ -289,6 +291,40 @@ def test_an_optimizer_that_has_gradients_and_no_state_is_loaded(tmp_path, optimi
     model(torch.ones(4, 1)).sum().backward()
     rl.load(tmp_path / "two", model, optimizer)
     assert trained(model, optimizer, 1) == expected
+
+
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_a_weight_without_a_gradient_has_no_state_in_a_checkpoint(tmp_path, is_stepped):
+    def fresh():
+        model = torch.nn.ModuleDict({"used": of_one_weight(1), "unused": of_one_weight(1)})
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def train(model, optimizer, n_steps):
+        return trained(model["used"], optimizer, n_steps)
+
+    model, optimizer = fresh()
+    train(model, optimizer, 2)
+    rl.save(tmp_path / "two", model, optimizer)
+    expected = train(model, optimizer, 1)
+    model, optimizer = fresh()
+    if is_stepped:
+        model["unused"](torch.ones(4, 1)).sum().backward()
+        train(model, optimizer, 1)
+    rl.load(tmp_path / "two", model, optimizer)
+    assert train(model, optimizer, 1) == expected and not optimizer.state.get(model["unused"].weight)
+
+
+def test_to_save_and_load_an_optimizer_without_a_state_is_no_step(tmp_path):
+    model = of_one_weight(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    trained(model, optimizer, 1)
+    for name in ("with a gradient", "without"):
+        rl.save(tmp_path / name, model, optimizer)
+        rl.load(tmp_path / name, model, optimizer)
+        model.zero_grad()
+    assert len(steps) == 1
 
 
 def test_a_load_that_fails_leaves_an_optimizer_without_a_step_as_it_was(tmp_path):

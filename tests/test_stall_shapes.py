@@ -260,13 +260,19 @@ def test_the_end_of_a_chain_is_a_stopped_process(groups, gate, noticed):
 
 
 @pytest.fixture
-def members(backend):
+def rivals(backend):
     with bm.ResourcePool(spread([2]), backend=backend) as pool:
         groups = [bm.WorkerGroup(pool, Member, name=name) for name in ("one", "two")]
         for group in groups:
-            group.join(group)
             group.set_default_options(stall_after=AFTER)
         yield groups
+
+
+@pytest.fixture
+def members(rivals):
+    for group in rivals:
+        group.join(group)
+    return rivals
 
 
 def test_a_worker_that_would_wait_for_itself_is_refused_at_once(members):
@@ -275,8 +281,8 @@ def test_a_worker_that_would_wait_for_itself_is_refused_at_once(members):
     assert members[0].request_that_calls_alone().result(DEADLINE) == 1, "the other rank runs it"
 
 
-def test_a_turn_that_is_never_given_back(members, noticed):
-    one, two = members
+def test_a_turn_that_is_never_given_back(rivals, noticed):
+    one, two = rivals
     has_it, gives_it = threading.Event(), threading.Event()
 
     def load():
@@ -298,8 +304,8 @@ def test_a_turn_that_is_never_given_back(members, noticed):
         assert two.ping() == [1, 1]
 
 
-def test_threads_that_wait_for_each_others_turns_are_told_of_at_once(members, backend, noticed):
-    one, two = members
+def test_threads_that_wait_for_each_others_turns_are_told_of_at_once(rivals, backend, noticed):
+    one, two = rivals
     with bm.ResourcePool([1], backend=backend) as pool, bm_thread(2) as threads:
         three, four = [bm.WorkerGroup(pool, Member, name=name) for name in ("three", "four")]
         three.set_default_options(on_stall="raise", stall_after=1000)
@@ -385,6 +391,8 @@ TRANSFORMERS = "/usr/lib/python3.11/site-packages/transformers/models/llama/mode
         [CALL, FSDP, CALL, TRANSFORMERS],
         [CALL, FSDP, CALL, f"{TORCH}/nn/modules/linear.py"],
         ["<frozen importlib._bootstrap>", GATHER],
+        [f"/envs{CALL}", f"/envs/torch{FSDP}", f"/envs/torch{TRANSFORMERS}"],
+        [f"/envs{CALL}", f"/envs/torch{FSDP}", f"/envs/torch{CALL}"],
     ],
 )
 def test_a_rank_inside_of_fsdp_or_an_import_is_the_one_that_others_wait_for(files):

@@ -730,7 +730,7 @@ def test_a_group_that_workers_send_requests_themselves_takes_no_turns(make_pool)
     pool = make_pool([1])
     group = bm.WorkerGroup(pool, Plain)
     agents = bm.WorkerGroup(pool, Agent, group)
-    with pytest.raises(bm.UsageError, match=r"call turn\(\) once before it is given"):
+    with pytest.raises(bm.UsageError, match=r"call turn\(\) once before it is given to"):
         agents.turn(group)
     assert agents.read(2) == [[0, 1]]
     others = bm.WorkerGroup(pool, Agent, agents)

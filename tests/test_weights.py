@@ -6,6 +6,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -93,7 +94,7 @@ def test_weights_come_from_any_layout_to_any_layout(trainer, target):
             assert_alike(weights, expected)
             assert version == "a"
         trainer.change()
-        assert sync.submit(version=7).result() == [None] * 3
+        assert sync.submit(version=np.int64(7)).result() == [None] * 3
         assert rollout.ask.options(min_version=7, timeout=DEADLINE_S)().result() == 7, "the workers have reported it"
         assert_alike(rollout.seen()[2][0], trainer.seen()[0][0])
 

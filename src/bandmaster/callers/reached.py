@@ -36,6 +36,7 @@ from bandmaster.worker_process.call_path import Process, Step
 
 ANSWER_S = 30.0  # for the controller to answer, whose Python code may run without a pause
 SETTLE_S = 5.0  # for the controller to learn of a death
+AGAIN_S = 0.2  # for it to say that a rank is back, while the tasks of this process wait
 ANSWER_NBYTES = 64 * 1024
 # The answers of a door: with a process, a `FarPlace`, a failure, and reasons; or that there is none yet.
 READY, FAR, DIED, SHUT, MOVED, NOTHING = "ready", "far", "died", "shut", "moved", "nothing"
@@ -184,8 +185,8 @@ class ReachedWorkers(LaneClient):
     # --- lanes and links ---
 
     def reach_all(self) -> None:
-        """Have lanes or links to all ranks."""
-        self._reach(list(self._open))
+        """Have lanes or links to all ranks that are not known as dead."""
+        self._reach([rank for rank in self._open if rank not in self._dead])
 
     def _reach(self, ranks: Sequence[int]) -> None:
         """Have lanes or links to ranks."""
@@ -193,12 +194,19 @@ class ReachedWorkers(LaneClient):
             self._poller.receive_all()  # a rank may have died, or come back, while no thread waited for any
             for rank in ranks:
                 is_known = rank in self._lanes or rank in self._far or rank in self.deaths
-                if (rank in self._dead or not is_known) and not self.is_stopped:
-                    answer = self._ask(rank)  # also about a dead one, as the door may tell of its return later
-                    if (waiting := self._dead.pop(rank, None)) is not None:
-                        self._poller.ignore(waiting.fileno())
-                        waiting.close()
-                    self._enter(rank, *answer)
+                waiting = self._dead.get(rank)
+                if self.is_stopped or (is_known and waiting is None):
+                    continue
+                # Also about a dead one, as the door may tell of its return later; but briefly, while others wait.
+                sock, answer, said = self._ask(rank, timeout_s=ANSWER_S if waiting is None else AGAIN_S)
+                if waiting is not None and answer == NOTHING:
+                    sock.close()
+                    continue
+                if waiting is not None:
+                    del self._dead[rank]
+                    self._poller.ignore(waiting.fileno())
+                    waiting.close()
+                self._enter(rank, sock, answer, said)
 
     def _enter(self, rank: int, sock: socket.socket, answer: str, said: Any) -> None:
         """Take an answer of the door: a lane, a place, a death, or the end of the group; the lock is held."""

@@ -120,7 +120,7 @@ class Future(Handle, Generic[T]):
 
     def _wait(self, timeout: float | None) -> Deadline:
         """Wait for the call. Returns the deadline, by which its rows have to arrive as well."""
-        timeout_s = self._call.site.limits().timeout if timeout is None else timeout
+        timeout_s = self._call.site.limits().timeout if timeout is None else float(timeout)
         deadline = Deadline(timeout_s)
         try:
             while not self._has_come(timeout_s):

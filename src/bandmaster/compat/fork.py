@@ -48,7 +48,8 @@ class Installed(NamedTuple):
 
 def installed() -> Installed | None:
     """The verl that ``import verl`` finds, which is not imported; None if there is none."""
-    found = (finder.find_spec("verl", None) for finder in sys.meta_path)  # an editable package has one of its own
+    finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)  # an editable package has its own
+    found = (find_spec("verl", None) for find_spec in finders if find_spec is not None)
     spec = next(filter(None, found), None)
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Installed(version_of(Path(folders[0])), Path(folders[0])) if folders else None

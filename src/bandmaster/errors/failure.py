@@ -134,7 +134,9 @@ class Failure:
 _COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _FRAME = re.compile(r'(?P<indent>  )File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 _BETWEEN_STACKS = re.compile(r"^  (?!File | ).*", re.MULTILINE)  # such as the heading of another thread
-_OF_TORCH = re.compile(r"/torch/(?!nn/)|/lib/python3[^/]*/(?!site-packages/|dist-packages/)|^<")  # but no module's code
+_OF_TORCH = re.compile(  # but no code of a module; the environment may lie in a folder named torch
+    r"/torch/(?!nn/|.*/(?:site|dist)-packages/)|/lib/python3[^/]*/(?!site-packages/|dist-packages/)|^<"
+)
 _PACKAGE = f"{os.path.dirname(os.path.dirname(__file__))}{os.sep}"
 
 

@@ -228,8 +228,9 @@ class AnyGroup(metaclass=ABCMeta):
             group._ownership.check()
             if group.__dict__.setdefault("_is_direct", False):
                 raise UsageError(
-                    f"group {group._name!r} cannot take turns: it was given to workers, which send its ranks requests "
-                    "themselves; call turn() once before it is given to them, and the controller makes all their calls"
+                    f"group {group._name!r} cannot take turns: it was pickled for workers before its first turn, so "
+                    "that these may send its ranks requests themselves; make the group again, and call turn() once "
+                    "before it is given to workers: then the controller makes all their calls"
                 )
         return Turn(groups, [group._turn_taker() for group in groups], timeout_s)
 

@@ -145,7 +145,7 @@ class Mesh:
             raise MeshError(f"rank {rank} is not on {self!r}, whose ranks are 0 to {self.size - 1}")
         return dict(self._table[rank])
 
-    def ranks(self, **at: int) -> tuple[int, ...]:
+    def ranks(self, /, **at: int) -> tuple[int, ...]:
         """The ranks at the given coordinates, in rank order; with no coordinates all ranks.
 
         Args:
@@ -191,7 +191,7 @@ class Mesh:
         position = self.positions(*axes)
         return tuple(tuple(sorted(group, key=position.__getitem__)) for group in groups.values())
 
-    def select(self, *axes: str, **at: int) -> tuple[int, ...]:
+    def select(self, /, *axes: str, **at: int) -> tuple[int, ...]:
         """One rank for each coordinate of ``axes``, in the order of `positions`.
 
         Args:

@@ -139,7 +139,7 @@ class _Selection:
     at: tuple[tuple[str, int], ...]
     _needs_axis = False
 
-    def __init__(self, *axes: str, **at: int) -> None:
+    def __init__(self, /, *axes: str, **at: int) -> None:
         name = type(self).__name__
         axes = _axis_names(name, axes, self._needs_axis)
         for axis, index in at.items():
@@ -192,7 +192,7 @@ class Only(_Selection):
         **at: Coordinates of the rank by axis name, -1 for the last; 0 on every other axis.
     """
 
-    def __init__(self, **at: int) -> None:
+    def __init__(self, /, **at: int) -> None:
         super().__init__(**at)
 
 

@@ -67,7 +67,7 @@ def of_parent(what: str) -> UsageError:
 def _note() -> None:
     _Forks.count += 1
     for one, end in list(_ends.items()):
-        with contextlib.suppress(OSError):  # the user has closed a descriptor
+        with contextlib.suppress(Exception):  # such as an OSError, if the user has closed a descriptor: end the others
             end(one)
 
 

@@ -163,7 +163,7 @@ class SigintSafeLock:
 class _OfParent:
     """Stands for an RLock that guards objects of the process from which this one was forked."""
 
-    def acquire(self, *_: object) -> None:
+    def acquire(self, *_: object, **options: object) -> None:
         raise of_parent("the group")
 
     _acquire_restore = acquire

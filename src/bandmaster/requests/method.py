@@ -80,6 +80,8 @@ class RequestMethod(AnyMethod, Generic[P, G]):
     def all(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[list[G]]:
         """Send the request to all replicas, whether or not they have a place for it.
 
+        While a rank is being replaced, the request waits, and outside of an event loop this call does.
+
         Returns:
             The future of the list of their values, in the order of the replicas.
 

@@ -213,7 +213,7 @@ class Router:
         """The reason why requests wait for a place, and what to do."""
         if target.is_all:
             renewed = ", ".join(map(str, self._work.renewed))
-            return f"rank {renewed} is being replaced; ask again when replace() has returned"
+            return f"rank {renewed or 'of a replica'} is being replaced; ask again when replace() has returned"
         wanted = range(len(self.replicas)) if target.replica is None else [target.replica]
         versions = {n: self._version(self.replicas[n]) for n in wanted}
         if target.min_version is not None and max(versions.values()) < target.min_version:

@@ -41,7 +41,7 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
     from torch.distributed import checkpoint, is_initialized
 
     with _silent_about_one_process(), _failing_as_error(f"the checkpoint {path} could not be written"):
-        state = _state(model, optimizer, _whole(more), is_saved=True)
+        state = _state(model, optimizer, _whole(more))
         checkpoint.save(state, checkpoint_id=path, planner=_planner(), no_dist=not is_initialized())
 
 
@@ -57,7 +57,7 @@ def load(
         model: The model, already sharded; its parameters are overwritten.
         optimizer: Its optimizer, if one was saved; its parameter groups may differ from those of the saved one.
         **more: Further values to load, by name; each is None, or a value of the type to load, such as ``seen={}``. A
-            dict of tensors has the keys that are to be loaded, with tensors of their shapes.
+            dict or list of tensors has those that are to be loaded, in their shapes.
 
     Returns:
         The loaded values of ``more``.
@@ -70,18 +70,22 @@ def load(
     from torch.distributed import checkpoint, is_initialized
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
-    is_new = optimizer is not None and not optimizer.state
+    before = {} if optimizer is None else dict(optimizer.state)
     try:
         with _silent_about_one_process(), _failing_as_error(f"the checkpoint {path} could not be read"):
-            saved = _saved_in(path) if any(value is None or _is_container(value) for value in more.values()) else {}
+            saved = _saved_in(path)
+            if optimizer is not None:
+                _make_room(model, optimizer, saved)
             state = _state(model, optimizer, _to_fill(more, saved))
             checkpoint.load(state, checkpoint_id=path, no_dist=not is_initialized())
         set_model_state_dict(model, state["model"])
         if optimizer is not None:
-            set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_by_parameter())
+            with _as_it_is(optimizer):
+                set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_by_parameter())
     except BaseException:
-        if optimizer is not None and is_new:
+        if optimizer is not None:
             optimizer.state.clear()
+            optimizer.state.update(before)
         raise
     loaded: dict[str, Any] = state["more"]
     return {name: value[0] if _is_whole(value, more[name]) else value for name, value in loaded.items()}
@@ -147,7 +151,7 @@ class Checkpoints:
             self._group = distributed.new_group(backend="gloo")
         if is_alone:
             warnings.filterwarnings("ignore", _ONE_PROCESS)  # for good, as the thread warns
-        state = _state(model, optimizer, _whole(more), is_saved=True)
+        state = _state(model, optimizer, _whole(more))
         failed = [self._begun(number) if self._is_first() else ""]
         if self._group is not None:
             distributed.broadcast_object_list(failed, 0, self._group)
@@ -259,6 +263,7 @@ class Checkpoints:
 _NAME = "checkpoint-"
 _WRITTEN_LAST = ".metadata"  # of a folder of DCP
 _LAST = ".last"  # the number of the checkpoint that was saved last, or is about to be
+_STATE = "optimizer.state."  # before the name of a weight
 _ONE_PROCESS = "torch.distributed is disabled, unavailable or uninitialized"  # a warning, of what is intended
 
 
@@ -354,37 +359,59 @@ def _planner() -> Any:
     return OfRank0()
 
 
-def _state(model: Module, optimizer: Optimizer | None, more: dict[str, Any], is_saved: bool = False) -> dict[str, Any]:
-    """DCP saves this, or fills it. An optimizer without a step gets a state to fill; to save, it has none again."""
+def _state(model: Module, optimizer: Optimizer | None, more: dict[str, Any]) -> dict[str, Any]:
+    """The state that DCP saves, or fills."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
     state = {"model": get_model_state_dict(model), "more": dict(more)}
     if optimizer is not None:
-        is_new = not optimizer.state
-        if is_new:
-            _begin_state(model, optimizer)
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_by_parameter())
-        if is_new and is_saved:
-            optimizer.state.clear()
+        with _as_it_is(optimizer):
+            state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_by_parameter())
     return state
 
 
-def _begin_state(model: Module, optimizer: Optimizer) -> None:
-    """Have torch make the state of an optimizer by a step without effect, and do not count that step."""
+@contextmanager
+def _as_it_is(optimizer: Optimizer) -> Iterator[None]:
+    """Have torch leave an optimizer alone that has no state: it makes one by a step, unless a weight has a gradient."""
+    import torch
+
+    weights = _weights(optimizer)
+    if optimizer.state or any(weight.grad is not None for weight in weights):
+        yield
+        return
+    smallest = min(weights, key=torch.Tensor.numel)
+    smallest.grad = torch.zeros_like(smallest)
+    try:
+        yield
+    finally:
+        smallest.grad = None
+
+
+def _make_room(model: Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Have an optimizer hold a state of the weights for which a checkpoint has one, and of no others."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    weights = _weights(optimizer)
     gradients = [weight.grad for weight in weights]
     try:
-        for weight in weights:
-            weight.grad = None  # beside gradients, torch makes no state
-        get_optimizer_state_dict(model, optimizer)
+        if not optimizer.state and any(name.startswith(_STATE) for name in saved):
+            for weight in weights:
+                weight.grad = None  # else torch makes no state
+            get_optimizer_state_dict(model, optimizer)
     finally:
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"] = state["step"] * 0
+    with _as_it_is(optimizer):
+        groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
+    names = [name for group in groups for name in group["params"]]
+    beginnings = {key[:n] for key in saved for n, letter in enumerate(key) if letter == "."}
+    for name, weight in zip(names, weights, strict=True):
+        if _STATE + name not in beginnings:
+            optimizer.state.pop(weight, None)
+
+
+def _weights(optimizer: Optimizer) -> list[Any]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 def _by_parameter() -> StateDictOptions:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from bandmaster import Future, UsageError
+from bandmaster.plan.numbers import as_whole
 from bandmaster.rl.engine_weights.healing import Healing
 from bandmaster.rl.engine_weights.sync import EngineSync, SyncFuture
 from bandmaster.rl.engine_weights.target import PauseMode
@@ -154,7 +155,7 @@ class WeightSync:
             RemoteError: A weight has another shape than when the sync was made, or between models another dtype.
             Exception: All errors of calls. Receivers have the old weights; see ``share`` for the exception.
         """
-        self._sync.run(version, in_flight)
+        self._sync.run(_pythons(version), in_flight)
 
     def submit(self, version: Any = None, in_flight: PauseMode | None = None) -> Future[Any] | SyncFuture:
         """Move the weights without waiting: as they are after the calls to the source that were submitted before.
@@ -173,7 +174,7 @@ class WeightSync:
         Raises:
             UsageError: The sync was made with ``share=True``.
         """
-        return self._sync.submit(version, in_flight)
+        return self._sync.submit(_pythons(version), in_flight)
 
     def restore(self, replica: int) -> None:
         """Bring the weights of the last sync to a replica of an engine that was replaced.
@@ -213,3 +214,9 @@ class WeightSync:
                 "models, or it was made with share=True"
             )
         return self._sync
+
+
+def _pythons(version: Any) -> Any:
+    """A version that receivers report, as an int if it is a whole number of NumPy."""
+    whole = as_whole(version)
+    return version if whole is None else whole

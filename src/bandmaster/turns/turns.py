@@ -171,8 +171,13 @@ class Turn:
             self.has_begun = any(turn.has_begun and self.takers <= turn.takers for turn in _entered)
             _entered.append(self)
 
+    @property
+    def _is_abandoned(self) -> bool:
+        """Whether it is that of a task that goes on no more."""
+        return self.owner.task is not None and bool(self.owner.task.get_loop().is_closed())
+
     def _check_waited_for(self) -> None:
-        if (task := self.owner.task) is not None and task.get_loop().is_closed():
+        if self._is_abandoned:
             self._why = CallCancelled("the event loop of the task that waited for a turn was closed")
         if self._why is not None:
             raise self._why
@@ -182,6 +187,8 @@ class Turn:
         for taker in self.takers:
             taker.ownership.check()
         self._check_waited_for()
+        for turn in [turn for turn in _entered if turn.has_begun and turn._is_abandoned]:
+            _entered.remove(turn)
         others = [turn for turn in _entered if self._shares_slots(turn)]
         own = [turn for turn in others if turn.owner == self.owner]
         if any(self.takers <= turn.takers for turn in own):

@@ -158,8 +158,8 @@ class Poller:
 
     def _close(self) -> None:
         self._wake = -1
-        self._wake_file.close()
         self._poll.close()
+        self._wake_file.close()
 
     def _await_the_blocked(self, timeout_s: float | None) -> None:
         """Wait until the blocked thread has returned from the kernel, and perhaps longer."""
