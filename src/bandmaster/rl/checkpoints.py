@@ -392,21 +392,25 @@ def _make_room(model: Module, optimizer: Optimizer, saved: Mapping[str, Any]) ->
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     weights = _weights(optimizer)
-    gradients = [weight.grad for weight in weights]
-    try:
-        if not optimizer.state and any(name.startswith(_STATE) for name in saved):
-            for weight in weights:
-                weight.grad = None  # else torch makes no state
-            get_optimizer_state_dict(model, optimizer)
-    finally:
-        for weight, gradient in zip(weights, gradients, strict=True):
-            weight.grad = gradient
     with _as_it_is(optimizer):
         groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
     names = [name for group in groups for name in group["params"]]
     beginnings = {key[:n] for key in saved for n, letter in enumerate(key) if letter == "."}
-    for name, weight in zip(names, weights, strict=True):
-        if _STATE + name not in beginnings:
+    have_state = set(weights)
+    if len(names) == len(weights):  # but where the first version of FSDP has joined weights
+        have_state = {weight for name, weight in zip(names, weights, strict=True) if _STATE + name in beginnings}
+    if not all(optimizer.state.get(weight) for weight in have_state):
+        gradients = [weight.grad for weight in weights]
+        optimizer.state.clear()
+        try:
+            for weight in weights:
+                weight.grad = None  # else torch makes no state
+            get_optimizer_state_dict(model, optimizer)
+        finally:
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.grad = gradient
+    for weight in weights:
+        if weight not in have_state:
             optimizer.state.pop(weight, None)
 
 
