@@ -305,13 +305,6 @@ def test_a_method_that_does_not_stop_is_ended_where_others_overlap(meeting):
         meeting.who_came()
 
 
-def test_a_future_that_was_not_read_says_that_the_group_was_closed(ray_cluster):
-    with pool_of(1) as pool:
-        future = group_of(pool, Log).note.submit(1)
-    with pytest.raises(bm.WorkerDied, match="the group was closed"):
-        future.result()
-
-
 class Naps(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def nap_on(self, rank, seconds):
@@ -329,6 +322,13 @@ class Naps(bm.Worker):
     def raise_on(self, rank):
         if self.rank == rank:
             raise ValueError("boom")
+
+
+def test_a_future_without_a_reply_says_that_the_group_was_closed(ray_cluster):
+    with pool_of(1) as pool:
+        future = group_of(pool, Naps).nap_on.submit(0, 60)
+    with pytest.raises(bm.WorkerDied, match="the group was closed"):
+        future.result()
 
 
 def test_a_rank_that_is_busy_for_others_is_not_ended_with_a_call_that_failed(ray_cluster, tmp_path):
