@@ -1,5 +1,6 @@
-"""Ways in which a worker's process ends, and waiting until processes have ended, or files have come."""
+"""Ways in which processes and tasks end, and waiting until processes have ended, or files have come."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -56,3 +57,19 @@ def wait_for(path, timeout_s=20.0):
     while not path.exists():
         assert time.monotonic() < deadline, f"{path.name} has not come"
         time.sleep(0.001)
+
+
+async def await_and_go_on(what):
+    """Await something, and then for more rounds of the event loop than `ends_if_cancelled` is told."""
+    await what
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def ends_if_cancelled(task, n_rounds):
+    """Whether a task ends by its cancellation after so many rounds of the event loop."""
+    for _ in range(n_rounds):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    return task.cancelled()

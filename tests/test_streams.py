@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from clock import idle_time
 from ctrl_c import pressed
+from ends import await_and_go_on, ends_if_cancelled
 
 import bandmaster as bm
 from bandmaster import Concat, Dispatch, Mesh, Reduce, Split, TransferProtocol, register
@@ -384,20 +385,13 @@ def test_cancelling_the_task_that_waits_closes_the_stream(three, gate):
 @pytest.mark.backends("local")
 def test_a_task_that_is_cancelled_as_it_gets_an_item_ends_then(three):
     async def take(stream):
-        await anext(stream)
-        for _ in range(20):  # more rounds of the event loop than it is cancelled after
-            await asyncio.sleep(0)
+        await await_and_go_on(anext(stream))
 
     async def main(n_rounds):
         stream, has_come = three.double.options(timeout=60).stream(np.arange(3)), threading.Event()
         three.ranks.submit().add_done_callback(lambda _: has_come.set())  # behind it
         assert has_come.wait(30)
-        task = asyncio.ensure_future(take(stream))
-        for _ in range(n_rounds):
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-        return task.cancelled()
+        return await ends_if_cancelled(asyncio.ensure_future(take(stream)), n_rounds)
 
     assert [asyncio.run(main(n_rounds)) for n_rounds in range(6)] == [True] * 6
 

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 from clock import idle_time
+from ends import await_and_go_on, ends_if_cancelled
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
@@ -226,12 +227,6 @@ def test_futures_in_an_event_loop(groups):
     assert asyncio.run(main()) == [4, 5]
 
 
-async def await_and_go_on(what):
-    await what
-    for _ in range(20):  # more rounds of the event loop than it is cancelled after
-        await asyncio.sleep(0)
-
-
 def test_a_task_that_is_cancelled_as_the_reply_arrives_ends_then(groups):
     async def main(n_rounds):
         future, has_come = groups[0].sleep.options(timeout=60).submit(0.01), threading.Event()
@@ -239,11 +234,7 @@ def test_a_task_that_is_cancelled_as_the_reply_arrives_ends_then(groups):
         await asyncio.sleep(0)
         future.add_done_callback(lambda _: has_come.set())
         assert has_come.wait(30), "while the event loop does nothing else"
-        for _ in range(n_rounds):
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-        return task.cancelled()
+        return await ends_if_cancelled(task, n_rounds)
 
     assert [asyncio.run(main(n_rounds)) for n_rounds in range(6)] == [True] * 6
 
