@@ -17,6 +17,7 @@ from hosts import spread
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, Only, Route, TransferProtocol, register
+from bandmaster.callers.reached import ReachedWorkers
 
 DEADLINE = 20.0  # of whatever must end
 
@@ -929,6 +930,15 @@ class Partner(bm.Worker):
         return getattr(other, way)("a").result() if way == "answer" else getattr(other, way)("a")
 
     @register(Dispatch.ONE_TO_ALL)
+    def ask_on_a_busy_host(self, other, folder, way):
+        def interrupt(workers, tickets, interrupt=ReachedWorkers.interrupt):
+            interrupt(workers, tickets)
+            time.sleep(0.5)  # the thread loses the processor here
+
+        ReachedWorkers.interrupt = interrupt
+        return self.ask(other, folder, way)
+
+    @register(Dispatch.ONE_TO_ALL)
     async def ask_async(self, other, folder, way):
         self.meet(folder)
         return await (other.answer("a") if way == "answer" else other.answer_all.submit("a"))
@@ -963,7 +973,7 @@ class Partner(bm.Worker):
     [
         ("ask", ("answer", "answer")),
         ("ask_async", ("answer", "answer_all")),
-        ("ask", ("answer_all", "answer_all")),
+        ("ask_on_a_busy_host", ("answer_all", "answer_all")),
     ],
 )
 def test_two_calls_that_wait_for_each_other_are_found(backend, tmp_path, method, ways):

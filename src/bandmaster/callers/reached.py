@@ -144,10 +144,10 @@ class ReachedWorkers(LaneClient):
                     far.interrupt({rank: ticket})
 
     def give_up(self, tickets: Mapping[int, MessageTicket], why: str) -> None:
-        """Cancel requests, which fail at once with a UsageError."""
-        self.interrupt(tickets)
+        """Cancel requests, which fail at once with a UsageError. The thread of callbacks calls this."""
         failure = Failure(FailureKind.RELAYED, why, exception=UsageError(why))
-        with self.lock:
+        with self.lock:  # so that no reply that a request was cancelled comes before
+            self.interrupt(tickets)
             for rank, ticket in tickets.items():
                 client: Any = self._far.get(rank, self)
                 client.fail_request(rank, ticket, failure)
