@@ -927,7 +927,8 @@ class Partner(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def ask(self, other, folder, way):
         self.meet(folder)
-        return getattr(other, way)("a").result() if way == "answer" else getattr(other, way)("a")
+        answer = getattr(other, way)("a")
+        return answer if way == "answer_all" else answer.result()
 
     @register(Dispatch.ONE_TO_ALL)
     def ask_on_a_busy_host(self, other, folder, way):
@@ -952,6 +953,32 @@ class Partner(bm.Worker):
     async def answer(self, word):
         return word
 
+    @register(Dispatch.REQUEST)
+    def answer_alone(self, word):
+        return word
+
+    @register(Dispatch.REQUEST)
+    def answer_after(self, seconds):
+        time.sleep(seconds)
+        return "a"
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wait_on_rank_1(self, begun):
+        begun.touch()
+        time.sleep(4.5 * self.rank)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def begin_other(self, other, begun):
+        other.wait_on_rank_1.submit(begun)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wait_for_other(self, other, begun):
+        other.wait_on_rank_1(begun)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def ask_on_rank_0(self, other, seconds):
+        return other.answer_after(seconds).result() if self.rank == 0 else None
+
     @register(Dispatch.REQUEST, concurrency=4)
     async def answer_late(self, word):
         await asyncio.sleep(3.5)
@@ -974,6 +1001,7 @@ class Partner(bm.Worker):
         ("ask", ("answer", "answer")),
         ("ask_async", ("answer", "answer_all")),
         ("ask_on_a_busy_host", ("answer_all", "answer_all")),
+        ("ask", ("answer_alone", "answer_alone")),
     ],
 )
 def test_two_calls_that_wait_for_each_other_are_found(backend, tmp_path, method, ways):
@@ -998,6 +1026,17 @@ def test_a_call_that_waits_for_another_replica_is_in_no_circle(backend, tmp_path
         first = sharded.ask_alone.options(replica=0)(single, tmp_path)  # waits until the second has ended
         second = single.ask_second.submit(sharded, tmp_path)
         assert (second.result(DEADLINE), first.result(DEADLINE)) == (["b"], "a")
+
+
+@pytest.mark.backends("local")
+@pytest.mark.parametrize(("method", "seconds"), [("begin_other", 3.5), ("wait_for_other", 0.0)])
+def test_a_call_that_waits_for_no_other_or_for_other_ranks_is_in_no_circle(backend, tmp_path, method, seconds):
+    with bm.ResourcePool([1], backend=backend) as one, bm.ResourcePool([2], backend=backend) as two:
+        first, second = bm.WorkerGroup(one, Partner, name="first"), bm.WorkerGroup(two, Partner, name="second")
+        begun = getattr(first, method).submit(second, tmp_path / "begun")
+        wait_for(tmp_path / "begun")
+        assert second.ask_on_rank_0(first, seconds) == ["a", None]
+        begun.result(DEADLINE)
 
 
 @pytest.mark.backends("inprocess")

@@ -42,6 +42,7 @@ class Kind(NamedTuple):
         mapping: Share of steps in which a thread maps a method over rows, or takes the results of ranks as they come.
         yielding: Share of steps in which it takes the items of generators.
         calling: Share of steps in which it calls a group whose workers call the other one in turn.
+        circling: Share of the calls of workers whose ranks call the first group back.
     """
 
     n_ranks: int
@@ -67,6 +68,7 @@ class Kind(NamedTuple):
     turning: float = 0.0
     is_inprocess: bool = False
     calling: float = 0.0
+    circling: float = 0.0
 
     @classmethod
     def drawn(cls, seed: int) -> Kind:
@@ -100,7 +102,9 @@ class Kind(NamedTuple):
             if draw.random() < 0.85:
                 return drawn
             calling = draw.choice([0.1, 0.3, 0.6])  # each of its calls stands for several
-            return drawn._replace(calling=calling, turning=0.0, stalling=0.0, n_steps=min(drawn.n_steps, 50))
+            circling = random.Random(f"circling {seed}").choice([0.0, 0.2, 0.5])
+            drawn = drawn._replace(turning=0.0, stalling=0.0, n_steps=min(drawn.n_steps, 50))
+            return drawn._replace(calling=calling, circling=circling)
         return drawn._replace(is_inprocess=True, n_hosts=0, cutting=0.0, stalling=0.0, dying=0.0, n_interrupts=0)
 
 
@@ -122,6 +126,8 @@ class Sent:
         is_rivals: Whether it is a call of the other group on the same slots.
         is_callers: Whether it is a call of the group whose workers call others.
         inner: The calls that its ranks make in turn, each with its limit of time; of a request, those of rank 0.
+        caller: The call whose rank makes it; None for those of the controller.
+        back: The group that the ranks of the other one call in turn.
         may_be_lost: Whether rows that it takes may have been released before it was submitted.
         returns_errors: Whether a map goes on after a request that has failed.
         is_cancelled: Whether it may have been cancelled.
@@ -138,6 +144,8 @@ class Sent:
         self.taken: Any = None
         self.is_rivals = self.is_callers = False
         self.inner: dict[int, list[tuple[Sent, float | None]]] = {}
+        self.caller: Sent | None = None
+        self.back: Any = None
         self.parts: list[Sent] = []
         self.chunk: int | None = None
         self.place: tuple[str, int] | None = None
@@ -155,6 +163,8 @@ class Sent:
         """Its arguments."""
         if self.parents:
             return self.token, *(parent.future for parent in self.parents)
+        if self.back is not None:
+            return self.token, self.back
         ballast = (np.full(12_000, self.token),) if self.has_ballast else ()
         return self.token, *ballast
 

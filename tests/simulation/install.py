@@ -255,6 +255,8 @@ class Installed:
         for module in (base, door, passed):
             self.replace(module, "secrets", hosts.Secrets())
         self.replace(door, "peer_of", hosts.peer_of)
+        self.replace(door.Door._opening, "lock", sync.RLock())
+        self._locks.append((door.Door._opening, "lock", sync.RLock))
         self.replace(reached, "agents_door", hosts.agents_door)
         self.replace(called, "_known", sync.PerProcess(dict))
         self.replace(locks, "_handler", hosts.handler)

@@ -58,6 +58,7 @@ class Program:
         self._n_running = 0
         self._n_placed: dict[str, int] = {}  # calls of each thread
         self.is_cut = self.kind.is_inprocess  # some host, so that replies may come late; here behind another thread's
+        self.broken_at = START - LATE_S  # when a circle of calls was broken last
         self.is_renewed = False  # perhaps: calls may have failed because of it
         self.world: World
 
@@ -102,7 +103,10 @@ class Program:
         world, kind = self.world, self.kind
         backend = "inprocess" if kind.is_inprocess else "simulated-hosts" if kind.n_hosts else "simulated"
         with bm.ResourcePool([kind.n_ranks], backend=backend) as pool, ExitStack() as others:
-            self.group = bm.WorkerGroup(pool, Taker if kind.turning and self.seed % 2 else Subject)
+            if kind.circling:
+                self.group = bm.WorkerGroup(pool, Caller, None, name="Called")
+            else:
+                self.group = bm.WorkerGroup(pool, Taker if kind.turning and self.seed % 2 else Subject)
             if kind.calling:
                 more = others.enter_context(bm.ResourcePool([kind.n_ranks], backend=backend))
                 self.callers = bm.WorkerGroup(more, Caller, self.group, name="Callers")
@@ -489,6 +493,8 @@ class Program:
         elif isinstance(outcome, bm.UsageError) and self.turns is not None:
             is_refused = "turn" in str(outcome) or "yielded" in str(outcome) or "hook" in str(outcome)
             world.check(is_refused, "a call is refused", sent.token, outcome)
+        elif isinstance(outcome, bm.UsageError) and sent.caller is not None:
+            callers.check_refused(self, sent, outcome)
         elif isinstance(outcome, BaseException):
             world.fail(f"call {sent.token} has {outcome!r}")
         elif sent.ids is not None:

@@ -120,30 +120,33 @@ class Subject(bm.Worker):
 
 
 class Caller(Subject):
-    """A worker class that was given a group, which it calls."""
+    """A worker class that was given a group, which it calls; or None, and calls the one that is given with a call."""
 
     def __init__(self, called):
         self._called = called
 
+    def _other(self, back):
+        return back if self._called is None else self._called
+
     @bm.register("ONE_TO_ALL")
-    async def call_others(self, token):
+    async def call_others(self, token, back=None):
         """A call of all ranks, each of which makes calls beside each other."""
         with self._runs(token) as plan:
-            await callers.call_beside(self._called, token, self.rank)
+            await callers.call_beside(self._other(back), token, self.rank, back)
             return self._ended(token, plan)
 
     @bm.register("ONE_TO_ALL")
-    def call_others_alone(self, token):
+    def call_others_alone(self, token, back=None):
         """A call of all ranks, each of which makes calls one after the other."""
         with self._runs(token) as plan:
-            callers.call_in_order(self._called, token, self.rank)
+            callers.call_in_order(self._other(back), token, self.rank, back)
             return self._ended(token, plan)
 
     @bm.register("REQUEST", concurrency=4)
-    async def ask_others(self, token):
+    async def ask_others(self, token, back=None):
         """A request that makes calls beside each other."""
         with self._runs(token) as plan:
-            await callers.call_beside(self._called, token, 0)
+            await callers.call_beside(self._other(back), token, 0, back)
             return self._ended(token, plan)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NoReturn
 
-from bandmaster.callers.circles import OpenChains, Wait
+from bandmaster.callers.circles import OpenChains, Wait, Waiting
 from bandmaster.callers.door import ALL, CONTROLLER, OPTIONS, WAITS, Door, GivenGroup
 from bandmaster.callers.reached import ReachedWorkers, is_here
 from bandmaster.calls.future import Future
@@ -131,9 +131,9 @@ class CalledGroup:
         return [] if last is None else [last]
 
     def _requests(self) -> Sequence[Future[Any]]:
-        """The requests to the ranks themselves that have not ended, behind which a call to all of them begins."""
+        """The requests to the ranks themselves, neither ended nor cancelled, behind which a call to all begins."""
         open_now = self._submitter.work.unanswered() if self._is_direct else ()
-        return [RequestFuture(request, self) for request in open_now]
+        return [RequestFuture(request, self) for request in open_now if not request.is_cancelled]
 
     def __getattr__(self, name: str) -> Any:
         spec = self.__dict__.get("_methods", {}).get(name)
@@ -217,7 +217,7 @@ class CalledGroup:
         """Find out if a call with a path waits for a call that waits for it; ``ranks`` are those of a relayed one."""
         alone = [step for step in path if step.is_alone]
         if alone:
-            self._chains.add(request, Wait(alone, method, self._reference.key, ranks))
+            request.waiting = Waiting(self._chains, request, Wait(alone, method, self._reference.key, ranks))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return called_group, (self._reference, self._cls, self.mesh, self.meshes)

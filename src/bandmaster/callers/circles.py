@@ -2,8 +2,8 @@
 
 ::
 
-    a worker ── OpenChains: this call has waited for a second ──► Circles, of the controller
-             ◄── the calls that wait for each other ─────────────┘
+    a worker ── OpenChains: this call has been waited for a second ──► Circles, of the controller
+             ◄── the calls that wait for each other ──────────────────┘
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.progress import progress
 from bandmaster.contract import Workers
-from bandmaster.errors import BandmasterError
+from bandmaster.errors import BandmasterError, UsageError
 from bandmaster.worker_process.call_path import Process, Step
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Wait(NamedTuple):
 
 
 class OpenChains:
-    """The open calls of this process that calls wait for which run alone; a watch of the thread of callbacks.
+    """The calls that those of this process wait for which run alone; a watch of the thread of callbacks.
 
     Attributes:
         workers: The controller, whose answers are waited for.
@@ -61,56 +61,71 @@ class OpenChains:
         self.workers: Workers = workers
         self._ask = ask
         self.due: float | None = None
-        self._new: deque[tuple[weakref.ref[Request], Wait, float]] = deque()
+        self._waited_for: dict[Request, tuple[Wait, float]] = {}  # and since when
         self._asked: dict[Request, Future[str]] = {}
         self._lock = threading.Lock()
         self._is_watched = False
 
-    def add(self, request: Request, wait: Wait) -> None:
-        """Look at a call that is about to be sent, once it has waited for a while."""
+    def begin(self, request: Request, wait: Wait) -> None:
+        """Look at a call that is waited for from here on, once that takes long."""
         now = time.monotonic()
+        self._waited_for[request] = wait, now
         with self._lock:
-            self._new.append((weakref.ref(request), wait, now + PATIENCE_S))
             was_watched, self._is_watched = self._is_watched, True
         if not was_watched:
             self.due = now + PATIENCE_S
             progress.add(self)
 
+    def end(self, request: Request) -> None:
+        """Look no longer at a call, which has ended, or is not waited for any more."""
+        self._waited_for.pop(request, None)
+        if (told := self._asked.pop(request, None)) is not None:
+            told.cancel()
+
     def look(self) -> bool:
-        """Tell the controller of calls that have waited, and end those that wait for themselves."""
+        """Tell the controller of calls that are waited for long, and end those that wait for themselves."""
         now = time.monotonic()
-        while self._new and self._new[0][2] <= now:
-            made, wait, _ = self._new.popleft()
-            request = made()
-            if request is None or request.is_done:
-                continue
-            if request.tickets:
-                self._asked[request] = self._ask(wait._replace(ranks=wait.ranks or request.ranks))
-            else:  # it waits for a place, or for its rows
-                self._new.append((made, wait, now + PATIENCE_S))
-        for request, told in list(self._asked.items()):
-            if request.is_done or told.done():
-                del self._asked[request]
-                if request.is_done:
-                    told.cancel()
-                elif told.exception() is None:
-                    workers: Any = request.workers
-                    workers.give_up(request.tickets, told.result())
+        for request, (wait, since) in list(self._waited_for.items()):
+            told, ranks = self._asked.get(request), wait.ranks or request.ranks
+            if told is None and since + PATIENCE_S <= now and ranks:  # else it waits for a place, or for rows
+                self._asked[request] = self._ask(wait._replace(ranks=ranks))
+            if request.is_done or request not in self._waited_for:  # that has ended meanwhile
+                self.end(request)
+            elif told is not None and told.done() and told.exception() is None:
+                request.expire(UsageError(told.result()))
+                workers: Any = request.workers
+                workers.wake()
         self.due = now + PATIENCE_S
         with self._lock:
-            self._is_watched = bool(self._new or self._asked)
+            self._is_watched = bool(self._waited_for)
             return not self._is_watched
+
+
+class Waiting:
+    """A block that waits for a call, which is looked at meanwhile."""
+
+    def __init__(self, chains: OpenChains, request: Request, wait: Wait) -> None:
+        self._chains, self._request, self._wait = chains, weakref.ref(request), wait
+
+    def __enter__(self) -> None:
+        request = self._request()
+        assert request is not None, "it is waited for"
+        self._chains.begin(request, self._wait)
+
+    def __exit__(self, *_: object) -> None:
+        if (request := self._request()) is not None:
+            self._chains.end(request)
 
 
 class Circles:
     """The calls of workers that have waited for a while, in the controller; on its event loop.
 
     Args:
-        processes_of: Returns the processes of the ranks of a group, by its key; raises if it was closed.
+        targets: Returns the processes of the ranks that have not replied to a call; raises if its group was closed.
     """
 
-    def __init__(self, processes_of: Callable[[str], Mapping[int, Process]]) -> None:
-        self._processes_of = processes_of
+    def __init__(self, targets: Callable[[Wait], Set[Process]]) -> None:
+        self._targets = targets
         self._numbers = itertools.count()
         self._waits: dict[int, Wait] = {}
 
@@ -134,7 +149,10 @@ class Circles:
         todo = deque([number])
         while todo:
             one = todo.popleft()
-            targets = self._targets(self._waits[one])
+            try:
+                targets = self._targets(self._waits[one])
+            except BandmasterError:  # its group is closed, and the call fails
+                continue
             for other, wait in self._waits.items():
                 if targets.isdisjoint(step.process for step in wait.alone):
                     continue
@@ -144,14 +162,6 @@ class Circles:
                     behind[other] = [*behind[one], other]
                     todo.append(other)
         return None
-
-    def _targets(self, wait: Wait) -> set[Process]:
-        """The processes of the ranks that a call was sent to."""
-        try:
-            processes = self._processes_of(wait.group)
-        except BandmasterError:  # it is closed, and the call fails
-            return set()
-        return {processes[rank] for rank in wait.ranks}
 
 
 def _words(circle: Sequence[Wait]) -> str:

@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from bandmaster.answering.requests import Requests
-from bandmaster.callers.circles import Circles
+from bandmaster.callers.circles import Circles, Wait
 from bandmaster.callers.passed import FIND, FarCalls, PassedCalls
 from bandmaster.callers.reached import DIED, ELSEWHERE, FAR, MOVED, READY, SHUT, WAIT, Asked, FarPlace
 from bandmaster.calls.future import Future
+from bandmaster.calls.open_work import OpenWork
 from bandmaster.contract import METHOD, Workers
 from bandmaster.errors import BandmasterError, CallTimeout, ClosedError, UsageError, WorkerDied
 from bandmaster.errors.failure import Failure, FailureKind
@@ -54,13 +55,13 @@ class GivenGroup(NamedTuple):
         name: Its name.
         method: Returns a registered method by its name, as the group has it.
         workers: Returns its workers; raises ClosedError if it was closed.
-        renewed: Returns the ranks that are being replaced.
+        work: Its open calls.
     """
 
     name: str
     method: Callable[[str], Any]
     workers: Callable[[], Workers]
-    renewed: Callable[[], frozenset[int]]
+    work: OpenWork
 
 
 class Door:
@@ -209,12 +210,20 @@ class ControllersRelay(Executor):
     def __init__(self, groups: Mapping[str, GivenGroup]) -> None:
         super().__init__()
         self._groups = groups
-        circles = Circles(self._processes_of)
+        circles = Circles(self._targets)
         self.own_methods = {FIND: ControllersRelay._told, CONTROLLER + WAITS: lambda _, wait: circles.closed_by(wait)}
 
     def _processes_of(self, key: str) -> dict[int, Process]:
         records = _found(key, self._groups).workers().records
         return {rank: (record.host, record.pid) for rank, record in enumerate(records)}
+
+    def _targets(self, wait: Wait) -> set[Process]:
+        """The processes of the ranks that a call waits for, without those that are known here to have replied."""
+        processes, ranks = self._processes_of(wait.group), set(wait.ranks)
+        if len(ranks) > 1:
+            calls = _found(wait.group, self._groups).work.unanswered()
+            ranks &= set().union(*[one.unanswered for one in calls if one.site.method == wait.method] or [ranks])
+        return {processes[rank] for rank in ranks}
 
     async def find(self, asked: Asked) -> tuple[str, Any]:
         """The workers on this host that have a rank, its place on another one, or why it has none: see `READY`."""
@@ -224,7 +233,7 @@ class ControllersRelay(Executor):
         except ClosedError as error:
             return SHUT, str(error)
         workers.check()
-        is_renewed = asked.rank in group.renewed()
+        is_renewed = asked.rank in group.work.renewed
         failure = Failure(FailureKind.DIED, RENEWED) if is_renewed else workers.deaths.get(asked.rank)
         if failure is not None:
             return DIED, failure

@@ -143,14 +143,9 @@ class ReachedWorkers(LaneClient):
                 if (far := self._far.get(rank)) is not None:
                     far.interrupt({rank: ticket})
 
-    def give_up(self, tickets: Mapping[int, MessageTicket], why: str) -> None:
-        """Cancel requests, which fail at once with a UsageError. The thread of callbacks calls this."""
-        failure = Failure(FailureKind.RELAYED, why, exception=UsageError(why))
-        with self.lock:  # so that no reply that a request was cancelled comes before
-            self.interrupt(tickets)
-            for rank, ticket in tickets.items():
-                client: Any = self._far.get(rank, self)
-                client.fail_request(rank, ticket, failure)
+    def wake(self) -> None:
+        """Have threads that wait for requests look at them."""
+        self._poller.wake()
 
     def stacks(self, tickets: Mapping[int, MessageTicket]) -> dict[int, str]:
         """The stacks of ranks on this host; see `contract.Workers.stacks`."""

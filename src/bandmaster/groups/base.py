@@ -391,7 +391,7 @@ class AnyGroup(metaclass=ABCMeta):
         work = self._submitter.work
         work.is_given = True
         work.read_in_background()
-        given = GivenGroup(self._name, partial(getattr, self), self._ownership.open_workers, lambda: work.renewed)
+        given = GivenGroup(self._name, partial(getattr, self), self._ownership.open_workers, work)
         may_be_direct = self._submitter.gate is OPEN and any(map(is_direct, self._methods.values()))
         may_be_direct = known.setdefault("_is_direct", may_be_direct)  # unless a thread takes the first turn meanwhile
         reference = reference_to(given, self._key, self._submitter.prefix, may_be_direct)

@@ -39,12 +39,14 @@ class RequestFuture(Future[T]):
     def _until_news(self) -> Generator[Any, None, None]:
         """Wait for an outcome or an item. Cancelling the task that waits cancels the request."""
         request = self._call
-        if not request.has_news:
-            from bandmaster.requests.reader import LoopReader  # with asyncio, a third of the import time of the library
+        if request.has_news:
+            return
+        from bandmaster.requests.reader import LoopReader  # with asyncio, a third of the import time of the library
 
-            reader, timeout_s = LoopReader.of(), request.site.limits().timeout
-            if request.target.retries or not request.is_sent:
-                request.router.advance_in(reader)
+        reader, timeout_s = LoopReader.of(), request.site.limits().timeout
+        if request.target.retries or not request.is_sent:
+            request.router.advance_in(reader)
+        with request.waiting:
             try:
                 while not request.has_news:
                     waiter = reader.add(request)

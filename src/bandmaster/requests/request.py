@@ -85,6 +85,9 @@ class Replica:
         self.load.open.pop(request, None)
 
 
+_NOBODY = contextlib.nullcontext()
+
+
 class Request(RowsResult):
     """One request.
 
@@ -107,6 +110,7 @@ class Request(RowsResult):
         calls_back: Whether a request that runs on its group waits for it.
         on_item: Takes the items that it makes, if it runs a generator.
         waiters: Functions that tell event loops of its end.
+        waiting: The context of whoever waits for it.
         record: Its record, if a trace records.
     """
 
@@ -114,6 +118,7 @@ class Request(RowsResult):
     calls_back = False
     on_item: Callable[[Any], object] | None = None
     tell_map: Callable[[Request], object] | None = None
+    waiting: contextlib.AbstractContextManager[object] = _NOBODY
 
     def __init__(
         self, site: CallSite, arguments: Arguments, router: Any, target: Target, keeps_rows: bool = False
@@ -312,7 +317,8 @@ class Request(RowsResult):
         """Wait until it is done, and make the result; False if the time is over before."""
         if self.done is not None:
             return True
-        return self._wait(Deadline(timeout_s), lambda: self.has_outcome) and self._conclude()
+        with self.waiting if timeout_s != 0.0 else _NOBODY:
+            return self._wait(Deadline(timeout_s), lambda: self.has_outcome) and self._conclude()
 
     def wait_until_ended(self, timeout_s: float | None) -> bool:
         """Wait until its ranks have replied, though it may have its result before; False if the time is over."""

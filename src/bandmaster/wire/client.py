@@ -224,12 +224,6 @@ class Client:
         if ticket.on_done is not None:
             ticket.on_done()
 
-    def fail_request(self, rank: int, ticket: MessageTicket, why: Failure) -> None:
-        """Fail a request, unless its reply has come; a later reply is ignored. The lock is held."""
-        if self._requests[rank].pop(ticket.number, None) is not None:
-            self._finish(ticket, why)
-            self._poller.wake_if_blocked()
-
     def _fail_open(self, rank: int, why: Failure) -> None:
         """Fail all calls that a rank has not replied to."""
         for table in (self._open[rank], self._requests.get(rank, {})):  # links are sent none
