@@ -706,4 +706,25 @@ MUTANTS = [
         "not self._open[rank]",
         "In process, a call that waits for requests to end does not notice that its worker is gone.",
     ),
+    Mutant(
+        "in-circle-for-good",
+        "callers/circles.py",
+        "        if (request := self._request()) is not None:\n            self._chains.end(request)\n",
+        "        pass\n",
+        "A call that is not waited for any more still counts as one that is, in the search for circles.",
+    ),
+    Mutant(
+        "circles-of-all-ranks",
+        "callers/door.py",
+        "        if len(ranks) > 1:\n",
+        "        if False:\n",
+        "A call is taken for one that waits for all of its ranks, also for those that have replied.",
+    ),
+    Mutant(
+        "circles-unlooked",
+        "callers/circles.py",
+        "since + PATIENCE_S <= now and ranks",
+        "False",
+        "Nobody is told of calls that wait for each other.",
+    ),
 ]
