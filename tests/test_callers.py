@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import multiprocessing
 import os
 import pickle
 import resource
@@ -1101,6 +1102,20 @@ def test_a_fork_of_a_worker_is_told_to_leave_the_calls_to_it(own, is_in_process)
 
     ((said, answer),) = own[1].do.options(timeout=DEADLINE)(in_fork)
     assert said.count("forked") == 2 and answer == "aabb"
+
+
+def test_a_group_that_a_worker_has_called_is_an_argument_of_a_task_of_a_forked_pool(own, is_in_process):
+    if is_in_process:
+        pytest.skip("workers share the process of the controller")
+
+    def in_pool(group):
+        group.chat("a").result()
+        group.load(1)  # by way of the controller
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            return pool.apply_async(repr, (group,)).get(DEADLINE), repr(group)
+
+    ((there, here),) = own[1].do.options(timeout=2 * DEADLINE)(in_pool)
+    assert there == here
 
 
 def test_several_groups_and_threads_call_at_the_same_time(backend, pools, rollout):

@@ -87,7 +87,7 @@ def _one_of(key: Any, make: Callable[[], Any]) -> Any:
     """The group or controller of a key, which is made if there is none; those that are over are dropped then."""
     with _lock:
         if key not in _known:
-            for other in [key for key, one in _known.items() if one._is_gone]:
+            for other in [key for key, one in _known.items() if key[0] != n_forks() or one._is_gone]:
                 del _known[other]
             _known[key] = make()
         return _known[key]
@@ -169,9 +169,9 @@ class CalledGroup:
 
     @property
     def _is_gone(self) -> bool:
-        """Whether the group is known to be closed, or this process was forked from that which has it."""
+        """Whether the group is known to be closed."""
         sent = self.__dict__.get("_workers")
-        return self._n_forks != n_forks() or (sent is not None and sent._is_gone)
+        return sent is not None and sent._is_gone
 
     @cached_property
     def _is_direct(self) -> bool:
