@@ -21,6 +21,7 @@ from ends import abort_with_a_dump, exit_three, kill_oneself, runs, segfault, wa
 
 import bandmaster as bm
 from bandmaster import Dispatch, WorkerDied, register
+from bandmaster.platform.forks import free_in_forks
 from bandmaster.wire.poller import Poller
 
 pytestmark = pytest.mark.backends("local", "ray")
@@ -802,6 +803,61 @@ def test_a_fork_in_which_maps_and_streams_are_collected_cancels_nothing(make_gro
     assert held[0].result() == list(range(9))
     assert list(held[1]) == [1, 2, 3, 4]
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("lock", [threading.RLock(), threading.Condition()], ids=["lock", "condition"])
+@pytest.mark.backends("local")
+def test_a_fork_frees_a_lock_that_another_thread_holds_but_none_of_its_own(lock):
+    free_in_forks(lock)
+    is_held, may_go = threading.Event(), threading.Event()
+
+    def hold():
+        with lock:
+            is_held.set()
+            may_go.wait(DEADLINE)
+
+    def released():
+        lock.release()
+        return lock.acquire(blocking=False)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    is_held.wait(DEADLINE)
+    assert in_fork(lambda: lock.acquire(blocking=False)) == "True"
+    assert not lock.acquire(blocking=False)
+    may_go.set()
+    holder.join()
+    with lock:
+        assert in_fork(released) == "True"
+
+
+@pytest.mark.backends("local")
+def test_a_fork_leaves_its_blocks_whatever_other_threads_do_as_it_begins(make_pool):
+    is_over = threading.Event()
+
+    def call(group):
+        while not is_over.is_set():
+            group.number.submit().result()
+
+    def take_turns(group):
+        while not is_over.is_set():
+            with group.turn():
+                pass
+
+    with make_pool([1]) as pool, contextlib.ExitStack() as block:
+        held, called = bm.WorkerGroup(block.enter_context(make_pool([1])), Held), bm.WorkerGroup(pool, Held)
+        others = [(call, called), (call, called), (take_turns, bm.WorkerGroup(pool, Held))]
+        threads = [threading.Thread(target=target, args=[group]) for target, group in others]
+        block.enter_context(held.turn())
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(40):
+                assert in_fork(block.close) == "None"
+        finally:
+            is_over.set()
+            for thread in threads:
+                thread.join()
 
 
 FORKS_THAT_END = """

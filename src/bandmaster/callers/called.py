@@ -21,7 +21,7 @@ from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import replicas
 from bandmaster.plan.transfer import Only, Route, TransferProtocol
-from bandmaster.platform.forks import n_forks
+from bandmaster.platform.forks import free_in_forks, n_forks
 from bandmaster.requests.arguments import Beside
 from bandmaster.requests.future import RequestFuture
 from bandmaster.requests.method import RequestMethod
@@ -34,7 +34,7 @@ from bandmaster.worker_process.call_path import PATH, Process, Step, conflict, h
 _ONE = Mesh(dp=1)
 _RELAYED = Registration(TransferProtocol(Route("dp"), Only()), concurrency=1 << 20)
 _known: dict[Any, Any] = {}  # groups, by reference, and controllers, which relay calls, by door; and number of forks
-_lock = threading.RLock()  # an unpickled class may make groups in turn
+_lock = free_in_forks(threading.RLock())  # an unpickled class may make groups in turn
 
 
 @dataclass(frozen=True)

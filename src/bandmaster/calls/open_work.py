@@ -36,7 +36,7 @@ from bandmaster.calls.request import CallSite
 from bandmaster.contract import WorkerCall, Workers
 from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.platform.deadline import Deadline
-from bandmaster.platform.forks import in_forks
+from bandmaster.platform.forks import free_in_forks, in_forks
 from bandmaster.platform.locks import SigintSafeLock
 
 FOREVER = Deadline(None)
@@ -102,7 +102,8 @@ class InParts(Protocol):
         """Cancel the parts that run, and send no more."""
 
 
-_LOCK = threading.RLock()  # of the waiting calls of all groups: the calls of two may take rows of each other
+# Of the waiting calls of all groups, as the calls of two may take rows of each other.
+_LOCK = free_in_forks(threading.RLock())
 
 
 _place = operator.attrgetter("place")

@@ -15,11 +15,11 @@ from typing import Any
 
 from bandmaster.contract import CLOSED, Workers
 from bandmaster.errors import ClosedError, UsageError
-from bandmaster.platform.forks import in_forks, n_forks, of_parent
+from bandmaster.platform.forks import free_in_forks, in_forks, n_forks, of_parent
 
 _log = logging.getLogger(__name__)
 _groups: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in this order
-_lock = threading.RLock()  # re-entrant, as a finalizer may construct a group at any point
+_lock = free_in_forks(threading.RLock())  # re-entrant, as a finalizer may construct a group at any point
 
 
 class Ownership:

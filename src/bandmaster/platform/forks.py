@@ -56,6 +56,21 @@ def in_forks(one: _T, end: Callable[[_T], object]) -> None:
     _ends[one] = end
 
 
+def free_in_forks(lock: _T) -> _T:
+    """Have each fork free a lock that another thread held, as the fork lacks that thread. Returns the lock.
+
+    Args:
+        lock: An `RLock`, or a `Condition` of one, that a module has for all its objects.
+    """
+    in_forks(lock, _free)
+    return lock
+
+
+def _free(lock: Any) -> None:
+    if not lock._is_owned():  # else the thread that has forked will release it
+        lock._at_fork_reinit()
+
+
 def of_parent(what: str) -> UsageError:
     """The error to raise in a fork that uses an object of the process from which it was forked."""
     return UsageError(

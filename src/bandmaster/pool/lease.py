@@ -13,7 +13,7 @@ from bandmaster.backends import get_backend
 from bandmaster.contract import Backend
 from bandmaster.errors import PlacementError, UsageError
 from bandmaster.plan.placement import RESERVING, Node, Request, assign_nodes, cannot_place
-from bandmaster.platform.forks import in_forks
+from bandmaster.platform.forks import free_in_forks, in_forks
 from bandmaster.platform.locks import check_not_held
 from bandmaster.worker import check_not_loading
 
@@ -25,7 +25,8 @@ class Closes(Protocol):
         """Release the slots."""
 
 
-occupying = threading.RLock()  # one group at a time occupies slots; re-entrant, as a signal handler may close a pool
+# One group at a time occupies slots; re-entrant, as a signal handler may close a pool.
+occupying = free_in_forks(threading.RLock())
 
 
 @dataclass(frozen=True)

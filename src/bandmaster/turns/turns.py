@@ -36,9 +36,10 @@ from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.plan.arguments import CallPlan
 from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.platform.deadline import Deadline
+from bandmaster.platform.forks import free_in_forks
 from bandmaster.platform.limits import run_in_thread
 
-_changed = threading.Condition()  # held while any state here is read or changed; notified of every change
+_changed = free_in_forks(threading.Condition())  # held while state here is read or changed; notified of each change
 _entered: list[Turn] = []
 _waiting: list[Turn] = []  # in the order of arrival
 _numbers = itertools.count()
