@@ -781,14 +781,21 @@ def test_a_hook_that_takes_too_long_is_waited_for_by_the_next_turn(two_models, g
 
 
 @pytest.mark.backends("local")
-def test_a_thread_waits_for_the_turn_of_a_cancelled_task_which_ends_with_the_hook(two_models, gate):
+def test_all_wait_for_the_turn_that_a_cancelled_task_has_given_up_which_ends_with_the_hook(two_models, gate):
     first, second, _ = two_models
     with first.turn():
         first.execute_all_sync("set", fails_in="slow on_yield", gate=str(gate))
 
     async def enter():
-        async with second.turn():
-            pass
+        try:
+            async with second.turn():
+                pass
+        except asyncio.CancelledError:
+            for group in (first, second):
+                with pytest.raises(bm.TurnTimeout):
+                    async with group.turn(timeout=0.05):
+                        pass
+            raise
 
     async def enter_and_cancel():
         task = asyncio.create_task(enter())

@@ -191,7 +191,7 @@ class Turn:
         for turn in [turn for turn in _entered if turn.has_begun and turn._is_abandoned]:
             _entered.remove(turn)
         others = [turn for turn in _entered if self._shares_slots(turn)]
-        own = [turn for turn in others if turn.owner == self.owner]
+        own = [turn for turn in others if turn.owner == self.owner and turn._why is None]
         if any(self.takers <= turn.takers for turn in own):
             return True
         joined = [turn for turn in others if turn.takers == self.takers]
@@ -231,21 +231,22 @@ class Turn:
     def _blocks(self, other: Turn) -> bool:
         """Whether the owner of another turn cannot go on while this one is waited for, and has to."""
         is_in_thread = self._blocks_thread and other.owner.thread == self.owner.thread
-        return other.owner == self.owner or (is_in_thread and other._why is None)  # else it ends without its owner
+        return (other.owner == self.owner or is_in_thread) and other._why is None  # else it ends without its owner
 
     def _check_not_own(self, other: Turn) -> None:
         """Raise UsageError if the owner of this turn would wait for another one of its own thread or task."""
+        if not self._blocks(other):
+            return
         if other.owner == self.owner:
             who = "this thread" if self.owner.task is None else "this task"
             raise UsageError(
                 f"group {self.names} cannot have its turn: {who} has the turn of group {other.names}, which shares "
                 "slots with it; end that turn first, or take both at once with turn(other_group)"
             )
-        if self._blocks(other):
-            raise UsageError(
-                f"group {self.names} cannot have its turn: another task of this thread has the turn of group "
-                f"{other.names}, and could not end it while the thread waits; write async with"
-            )
+        raise UsageError(
+            f"group {self.names} cannot have its turn: another task of this thread has the turn of group "
+            f"{other.names}, and could not end it while the thread waits; write async with"
+        )
 
     def _late(self) -> TurnTimeout:
         rivals = [turn for turn in _entered if self._shares_slots(turn) and turn.takers != self.takers]
