@@ -410,9 +410,24 @@ def test_a_checkpoint_whose_number_would_not_be_found_again_is_refused(tmp_path,
     assert checkpoints.load(read, step=7) == {"step": 0} and read.weight.item() == 1
 
 
+@pytest.mark.parametrize("keep", [0, 2.0, "3", True, None])
+def test_a_number_of_checkpoints_that_cannot_be_kept_is_refused(tmp_path, keep):
+    with pytest.raises(bm.UsageError, match=rf"keep must be a whole number of 1 or more, got {keep!r}"):
+        rl.Checkpoints(tmp_path, keep=keep)
+
+
+def test_a_parameter_group_gets_the_settings_that_its_first_parameter_had(tmp_path):
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    model = torch.nn.ParameterList(weights)
+    groups = [{"params": [weight], "lr": rate} for weight, rate in zip(weights, (0.1, 0.2), strict=True)]
+    rl.save(tmp_path / "saved", model, torch.optim.SGD(groups))
+    for merged, rate in ((weights, 0.1), (weights[::-1], 0.2)):
+        optimizer = torch.optim.SGD(merged, lr=0.5)
+        rl.load(tmp_path / "saved", model, optimizer)
+        assert optimizer.param_groups[0]["lr"] == rate
+
+
 def test_checkpoints_that_cannot_be_written_or_are_not_there_are_errors(tmp_path):
-    with pytest.raises(bm.UsageError, match="keep must be at least 1, got 0"):
-        rl.Checkpoints(tmp_path, keep=0)
     model = torch.nn.Linear(1, 1)
     checkpoints = rl.Checkpoints(tmp_path)
     with pytest.raises(bm.UsageError, match="no complete checkpoint 4; there are none"):
@@ -424,6 +439,11 @@ def test_checkpoints_that_cannot_be_written_or_are_not_there_are_errors(tmp_path
     checkpoints.save(3, model)  # is usable after that
     checkpoints.wait()
     assert checkpoints.numbers() == [3]
+    metadata = tmp_path / "checkpoint-3" / ".metadata"
+    for torn in (metadata.read_bytes()[:100], b""):
+        metadata.write_bytes(torn)
+        with pytest.raises(RuntimeError, match=r"checkpoint-3 could not be read: rank 0: \w+Error"):
+            checkpoints.load(model, torch.optim.AdamW(model.parameters()), step=None)
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(RuntimeError, match=r"could not be written: \w+: .*file"):
         rl.Checkpoints(tmp_path / "file" / "run").save(1, model)

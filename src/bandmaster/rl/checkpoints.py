@@ -55,7 +55,8 @@ def load(
     Args:
         path: The folder.
         model: The model, already sharded; its parameters are overwritten.
-        optimizer: Its optimizer, if one was saved; its parameter groups may differ from those of the saved one.
+        optimizer: Its optimizer, if one was saved; its parameter groups may differ from those of the saved one. Each
+            gets the settings, such as the learning rate, of its first parameter.
         **more: Further values to load, by name; each is None, or a value of the type to load, such as ``seen={}``. A
             dict or list of tensors has those that are to be loaded, in their shapes.
 
@@ -113,15 +114,16 @@ class Checkpoints:
         keep: How many complete checkpoints stay, from 1 on. While the next one is written there is one more.
 
     Raises:
-        UsageError: ``keep`` is less than 1.
+        UsageError: ``keep`` is no whole number of 1 or more.
 
     Source: ``torch.distributed.checkpoint.async_save``.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3) -> None:
-        if keep < 1:
-            raise UsageError(f"keep must be at least 1, got {keep}: there would be no checkpoint to resume from")
-        self.folder, self._keep = Path(folder), keep
+        n_kept = as_whole(keep, 1)
+        if n_kept is None:
+            raise UsageError(f"keep must be a whole number of 1 or more, got {keep!r}; pass how many are to stay")
+        self.folder, self._keep = Path(folder), n_kept
         self._group: Any = None  # the ranks, for the thread that writes, which must not meet collectives of training
         self._writing: Any = None  # a future
 
@@ -338,7 +340,7 @@ def _saved_in(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
     try:
         saved: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
-    except OSError:
+    except Exception:  # of the system, or of a file that is no pickle: an error of one rank would leave others waiting
         return {}
     return saved
 
