@@ -780,6 +780,14 @@ def test_a_hook_that_takes_too_long_is_waited_for_by_the_next_turn(two_models, g
     assert log.of_rank_0()[-2:] == ["f on_yield", "s on_resume"]
 
 
+async def _until(word, group):
+    """Wait until the repr of a group says "in its turn", as a turn is about to begin, or "yielded", as a hook runs."""
+    deadline = time.monotonic() + DEADLINE_S
+    while word not in repr(group):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.002)
+
+
 @pytest.mark.backends("local")
 def test_all_wait_for_the_turn_that_a_cancelled_task_has_given_up_which_ends_with_the_hook(two_models, gate):
     first, second, _ = two_models
@@ -799,10 +807,7 @@ def test_all_wait_for_the_turn_that_a_cancelled_task_has_given_up_which_ends_wit
 
     async def enter_and_cancel():
         task = asyncio.create_task(enter())
-        deadline = time.monotonic() + DEADLINE_S
-        while "in its turn" not in repr(second):
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.002)
+        await _until("yielded", first)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -813,6 +818,55 @@ def test_all_wait_for_the_turn_that_a_cancelled_task_has_given_up_which_ends_wit
     gate.touch()
     with first.turn(timeout=DEADLINE_S):
         assert first.run([1]) == [2]
+
+
+@pytest.mark.backends("local")
+def test_a_turn_that_a_task_gives_up_while_a_call_of_the_rival_runs_is_left_at_once_and_runs_no_hook(two_models, gate):
+    first, second, log = two_models
+
+    async def enter():
+        async with second.turn():
+            pass
+
+    async def enter_and_cancel():
+        task = asyncio.create_task(enter())
+        await _until("in its turn", second)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with first.turn():
+        call = first.wait_for.submit(str(gate))
+    asyncio.run(enter_and_cancel())
+    with first.turn(timeout=DEADLINE_S):
+        later = first.run.submit([1])
+        gate.touch()
+        assert later.result() == [2]
+    assert call.result() == [None, None]
+    for thread in threading.enumerate():
+        if thread.name == "bandmaster-turn":
+            thread.join(DEADLINE_S)
+    assert first.run([1]) == [2]
+    assert log.of_rank_0() == ["f waited", "f runs", "f runs"]
+
+
+@pytest.mark.backends("local")
+def test_a_turn_begins_when_the_rival_is_closed_whose_call_it_waits_for(two_models, gate):
+    first, second, _ = two_models
+    with first.turn():
+        first.wait_for.submit(str(gate))
+
+    async def enter():
+        async with second.turn(timeout=DEADLINE_S):
+            return await second.run.submit([1])
+
+    async def enter_and_close():
+        task = asyncio.create_task(enter())
+        await _until("in its turn", second)
+        first.close()
+        assert await task == [2]
+
+    asyncio.run(enter_and_close())
 
 
 @pytest.mark.backends("local")

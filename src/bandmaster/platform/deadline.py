@@ -22,3 +22,7 @@ class Deadline:
         if self._moment is None:
             return None
         return min(max(0.0, self._moment - time.monotonic()), threading.TIMEOUT_MAX)
+
+    def end(self) -> None:
+        """Leave no time from here on. Any thread may call this."""
+        self._moment = time.monotonic()

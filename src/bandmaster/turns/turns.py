@@ -94,6 +94,7 @@ class Turn:
         self._deadline = Deadline(None)
         self._blocks_thread = True
         self._why: BaseException | None = None  # it is not waited for any more
+        self._has_changed_groups = False  # or is about to: a hook runs, or has run
 
     def __enter__(self) -> None:
         self._ask(blocks_thread=True)
@@ -110,7 +111,7 @@ class Turn:
             _changed.notify_all()
 
     async def __aenter__(self) -> None:
-        """Wait in a thread of its own. If the task is cancelled, the turn ends once a hook that runs has ended."""
+        """Wait in a thread of its own. If the task is cancelled, no further hook begins; one that runs ends first."""
         import asyncio  # here, as it takes a third of the import time of the whole library
 
         self._ask(blocks_thread=False)
@@ -120,7 +121,8 @@ class Turn:
             with _changed:
                 self._why = CallCancelled("the task that waited for a turn was cancelled")
                 _changed.notify_all()
-                if self.has_begun:  # else the thread leaves it
+                if self.has_begun or not self._has_changed_groups:  # else the thread leaves it
+                    self._deadline.end()
                     self.__exit__()
             raise
 
@@ -139,9 +141,9 @@ class Turn:
             self._acquire()
             if not self.has_begun:
                 for rival in self._rivals():
-                    rival.give_way(self._deadline)
+                    rival.give_way(self)
                 for taker in sorted(self.takers, key=lambda taker: taker.name) if self._resumes else ():
-                    taker.resume(self._deadline)
+                    taker.resume(self)
                 with _changed:
                     self._check_waited_for()
                     self.has_begun = True
@@ -182,6 +184,11 @@ class Turn:
             self._why = CallCancelled("the event loop of the task that waited for a turn was closed")
         if self._why is not None:
             raise self._why
+
+    def _begin_change(self) -> None:
+        with _changed:
+            self._check_waited_for()
+            self._has_changed_groups = True
 
     def _is_free(self) -> bool:
         """Whether it can be entered now. Raises UsageError if its owner would wait for itself."""
@@ -385,33 +392,34 @@ class TurnTaker(Gate):
 
     # --- between turns ---
 
-    def give_way(self, deadline: Deadline) -> None:
+    def give_way(self, turn: Turn) -> None:
         """Wait for its calls, and make it yield its slots.
 
         Raises:
             TurnTimeout, CallTimeout: The calls or the hook took too long.
             RemoteError, WorkerDied: `on_yield` has failed.
+            CallCancelled: The turn is not waited for any more.
         """
-        with self._moving(deadline):
+        deadline = turn._deadline
+        with self._moving(deadline):  # its calls are sent then
             submitter = self._submitter()
             if self._state is _State.YIELDED or submitter is None or self._is_gone:
                 return
-            if ON_YIELD in self._hooks:
-                submitter.work.wait_for_requests(deadline)
-            else:
-                submitter.work.wait_until_over(deadline)
-            if self._hooks:
-                self._move(_State.YIELDED, ON_YIELD, deadline)
+        submitter.work.wait_until_over(deadline)  # not in that block, which would hold up others if this turn is left
+        with self._moving(deadline):
+            if self._hooks and not self._is_gone:
+                self._move(_State.YIELDED, ON_YIELD, turn)
 
-    def resume(self, deadline: Deadline) -> None:
+    def resume(self, turn: Turn) -> None:
         """Make it resume, if it has yielded.
 
         Raises:
             TurnTimeout, CallTimeout: The hook took too long.
             RemoteError, WorkerDied: `on_resume` has failed.
+            CallCancelled: The turn is not waited for any more.
         """
-        with self._moving(deadline):
-            self._move(_State.RESIDENT, ON_RESUME, deadline)
+        with self._moving(turn._deadline):
+            self._move(_State.RESIDENT, ON_RESUME, turn)
 
     def is_new(self) -> None:
         """Reset the state to resident, also of its roles, because all workers were constructed again."""
@@ -426,7 +434,7 @@ class TurnTaker(Gate):
         """
         for one in (self, *self.roles):
             one._hook = None
-            one._move(_State.RESIDENT, ON_RESUME, Deadline(None), but=rank)
+            one._move(_State.RESIDENT, ON_RESUME, one.renewal(), but=rank)
 
     @property
     def _is_gone(self) -> bool:
@@ -456,18 +464,19 @@ class TurnTaker(Gate):
                     self._is_moving = False
                 _changed.notify_all()
 
-    def _move(self, state: _State, hook: str, deadline: Deadline, but: int | None = None) -> None:
+    def _move(self, state: _State, hook: str, turn: Turn, but: int | None = None) -> None:
         """Change its state by a hook on all ranks but one, after the calls that were submitted before."""
         submitter = self._submitter()
         if self._state is state or submitter is None:  # None: the group was collected, and so are its workers
             return
+        turn._begin_change()
         if hook not in self._hooks:
             self._state = state
             return
         self._state = _State.BETWEEN
         ranks = tuple(rank for rank in submitter.ranks if rank != but)
         self._hook = state, submitter.submit_anyway(CallRequest(hook, CallPlan(()), ranks))
-        error = self._settle(deadline)
+        error = self._settle(turn._deadline)
         if error is not None and self.ownership.is_open:
             raise error
 
