@@ -489,6 +489,26 @@ def test_an_engine_that_refuses_weights_leaves_the_old_ones_everywhere(source, e
     assert_has(engine, source, 3)
 
 
+class LoadsByAwaiting(Recorder):
+    """An engine that awaits as it loads weights, as one that is reached over HTTP does."""
+
+    async def load_weights(self, weights):
+        await asyncio.sleep(0)
+        super().load_weights(weights)
+
+
+@pytest.mark.backends("inprocess")
+def test_an_engine_may_await_as_it_loads_weights(source, make_group):
+    engine = make_group(2, LoadsByAwaiting)
+    sync = rl.WeightSync(source, engine)
+    sync(version=1)
+    assert_has(engine, source, 1)
+    engine.fail_at(0, 1)
+    with pytest.raises(bm.RemoteError, match="does not like them"):
+        sync(version=2)
+    assert_has(engine, source, 1)
+
+
 def test_an_engine_that_cannot_go_back_says_so_and_a_later_sync_mends_it(source, engine, monkeypatch):
     sync = rl.WeightSync(source, engine)
     sync(version=1)

@@ -18,10 +18,11 @@ than that of the event loop, on which `load_weights` runs.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -122,13 +123,13 @@ class TakesWeights(Worker):
 
     # --- for implementers ---
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Have the engine use other weights from now on. It makes no tokens meanwhile.
+    def load_weights(self, weights: Mapping[str, Tensor]) -> Awaitable[None] | None:
+        """Have the engine use other weights from now on. It makes no tokens meanwhile. An override may be ``async``.
 
         Args:
             weights: Whole tensors by their names in a checkpoint, in the order of the checkpoint. They must not be
-                changed. They are on the CPU, and stay as they are until the next call of this method has returned; or,
-                by a sync with ``share=True``, those of the trainer, which may change once this call has returned.
+                changed. They are on the CPU, and stay as they are until the next call of this method has ended; or,
+                by a sync with ``share=True``, those of the trainer, which may change once this call has ended.
 
         Raises:
             Exception: The engine does not take them. It then gets its earlier weights by another call.
@@ -174,7 +175,9 @@ class TakesWeights(Worker):
             weights: The weights; a `StagedWeights` or `LentWeights` unless they are the first ones.
             version: Their version.
         """
-        self.load_weights(weights)
+        loading = self.load_weights(weights)
+        if inspect.isawaitable(loading):
+            await loading
         if isinstance(weights, LentWeights):
             wait_for_copies()
 

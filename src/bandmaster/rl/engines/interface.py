@@ -389,7 +389,7 @@ class Engine(TakesWeights, ABC):
     async def held(self, in_flight: PauseMode) -> AsyncIterator[None]:
         """Pause the engine within a block, unless it is paused, and forget at its end what was cached of prompts.
 
-        Engines whose `load_weights` is not async need no more than this.
+        Engines whose `load_weights` is not async need no more than this; of others, `resume` must not go on within it.
 
         Args:
             in_flight: The mode of `pause`.
