@@ -154,7 +154,10 @@ def test_facts(engine):
         ({"top_k": -1}, "top_k of Sampling must be a whole number of 0 or more, got -1"),
         ({"stop": ["a", ""]}, "stop of Sampling takes texts that are not empty"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids of Sampling takes token ids"),
-        ({"seed": 0.5}, "seed of Sampling must be a whole number, got 0.5"),
+        ({"seed": 0.5}, "seed of Sampling must be a whole number of 64 bits, got 0.5"),
+        ({"seed": -(1 << 70)}, "seed of Sampling must be a whole number of 64 bits, got -1180591620717411303424"),
+        ({"max_tokens": 1 << 70}, "max_tokens of Sampling must be a whole number of 64 bits, got 11805916"),
+        ({"top_k": 1 << 70}, "top_k of Sampling must be a whole number of 64 bits"),
         ({"n": 2, "temperature": 0}, "with temperature=0 all answers are equal"),
         ({"extra": 3}, "extra of Sampling takes parameters by their names, got 3"),
         ({"min_tokens": 20}, "min_tokens of Sampling is 20, above max_tokens, 16"),
@@ -164,6 +167,23 @@ def test_facts(engine):
 def test_sampling_is_checked_where_it_is_made(options, said):
     with pytest.raises(bm.UsageError, match=said):
         Sampling(**options)
+
+
+def test_a_sampling_may_have_numbers_of_numpy():
+    made = Sampling(
+        max_tokens=np.int64(4),
+        temperature=np.float32(0.5),
+        top_p=np.float64(0.25),
+        seed=np.arange(3)[1],
+        stop_token_ids=np.array([1, 2]),
+    )
+    assert made == Sampling(max_tokens=4, temperature=0.5, top_p=0.25, seed=1, stop_token_ids=(1, 2))
+    assert {type(one) for one in (made.max_tokens, made.seed, *made.stop_token_ids)} == {int}
+    assert {type(one) for one in (made.temperature, made.top_p)} == {float}
+    assert Sampling(stop_token_ids=torch.tensor([3])).stop_token_ids == (3,)
+    assert Sampling(seed=(1 << 64) - 1).seed == (1 << 64) - 1
+    with pytest.raises(bm.UsageError, match="stop_token_ids of Sampling takes token ids"):
+        Sampling(stop_token_ids=np.array([[1, 2]]))
 
 
 def test_padded_columns():

@@ -593,6 +593,8 @@ def test_an_open_address_needs_a_key(engine):
         ({"top_p": 0}, "top_p", "above 0"),
         ({"max_tokens": 0}, "max_tokens", "1 or more, got 0"),
         ({"max_tokens": True}, "max_tokens", "got True"),
+        ({"max_tokens": 1 << 70}, "max_tokens", "max_tokens must be a whole number of 64 bits, got 11805916"),
+        ({"seed": -(1 << 70)}, "seed", "seed must be a whole number of 64 bits, got -11805916"),
         ({"n": 1000}, "n", "from 1 to 128"),
         ({"n": 2, "temperature": 0}, "n", "all answers are equal"),
         ({"stop": ""}, "stop", "not empty"),

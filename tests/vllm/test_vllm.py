@@ -115,6 +115,10 @@ def test_the_cache_is_reset(engine):
 def test_bad_sampling_is_an_error_and_the_engine_stays_usable(engine):
     with pytest.raises(bm.UsageError, match="max_tokens of Sampling must be a whole number of 1 or more, got 0"):
         Sampling(max_tokens=0)
+    for wrong in (Sampling(temperature=2.5), Sampling(extra={"repetition_penalty": 0})):
+        with pytest.raises(bm.RemoteError, match="vLLM refuses the sampling") as raised:
+            engine.request(PROMPTS[0], wrong).result()
+        assert isinstance(raised.value.__cause__, bm.UsageError)
     with pytest.raises(bm.RemoteError, match="vLLM refuses the request"):
         engine.request(PROMPTS[0], Sampling(logprobs=1000)).result()
     with pytest.raises(bm.RemoteError, match="vLLM refuses the request"):

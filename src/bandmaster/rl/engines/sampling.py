@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from bandmaster import UsageError
+from bandmaster.plan.numbers import as_whole
+
+LEAST, MOST = -(1 << 63), (1 << 64) - 1  # of the whole numbers that engines take, which have 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +76,8 @@ class Sampling:
         self._number("top_p", lambda value: 0 < value <= 1, "above 0 and at most 1")
         self._number("min_p", lambda value: 0 <= value <= 1, "from 0 to 1")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        self._sequence("stop", stop, lambda text: isinstance(text, str) and text != "", "texts that are not empty")
-        self._sequence("stop_token_ids", self.stop_token_ids, _is_whole, "token ids")
+        self._sequence("stop", stop, _as_text, "texts that are not empty")
+        self._sequence("stop_token_ids", self.stop_token_ids, as_whole, "token ids")
         if not isinstance(self.extra, Mapping) or not all(isinstance(name, str) for name in self.extra):
             raise UsageError(f"extra of Sampling takes parameters by their names, got {self.extra!r}")
         if self.min_tokens > self.max_tokens:
@@ -83,20 +87,27 @@ class Sampling:
 
     def _whole(self, name: str, least: int | None) -> None:
         value = getattr(self, name)
-        if not _is_whole(value) or (least is not None and value < least):
-            what = "a whole number" + ("" if least is None else f" of {least} or more")
-            raise UsageError(f"{name} of Sampling must be {what}, got {value!r}")
+        whole = as_whole(value, LEAST if least is None else least, MOST)
+        if whole is None:
+            what = "of 64 bits" if least is None or as_whole(value, MOST) is not None else f"of {least} or more"
+            raise UsageError(f"{name} of Sampling must be a whole number {what}, got {value!r}")
+        object.__setattr__(self, name, whole)
 
     def _number(self, name: str, is_valid: Any, what: str) -> None:
         value = getattr(self, name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not is_valid(value):
+        if not isinstance(value, Real) or isinstance(value, bool) or not is_valid(value):
             raise UsageError(f"{name} of Sampling must be {what}, got {value!r}")
+        if not isinstance(value, int):  # one of NumPy becomes Python's
+            object.__setattr__(self, name, float(value))
 
-    def _sequence(self, name: str, values: Any, is_valid: Any, what: str) -> None:
-        if not isinstance(values, Sequence) or not all(map(is_valid, values)):
+    def _sequence(self, name: str, values: Any, as_valid: Any, what: str) -> None:
+        listed = values.tolist() if hasattr(values, "tolist") else values
+        valid = [as_valid(one) for one in listed] if isinstance(listed, Sequence) else [None]
+        if None in valid:
             raise UsageError(f"{name} of Sampling takes {what}, got {values!r}")
-        object.__setattr__(self, name, tuple(values))
+        object.__setattr__(self, name, tuple(valid))
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _as_text(value: object) -> str | None:
+    """Return a text; None if it is empty, or no text."""
+    return value if isinstance(value, str) and value else None

@@ -25,6 +25,7 @@ def sampling_params(sampling: Sampling, is_text: bool) -> SamplingParams:
         UsageError: ``sampling.extra`` has what vLLM does not know, or refuses.
     """
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMClientError
 
     values: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
@@ -50,7 +51,7 @@ def sampling_params(sampling: Sampling, is_text: bool) -> SamplingParams:
         )
     try:
         return SamplingParams(**values, **sampling.extra)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, VLLMClientError) as error:
         raise UsageError(f"vLLM refuses the sampling: {error}") from error
 
 
