@@ -12,7 +12,8 @@ import itertools
 import json
 import re
 
-from bandmaster import UsageError, rl
+from bandmaster import Dispatch, UsageError, register, report, rl
+from bandmaster.rl.engine_weights.target import UNUSABLE_LOAD, EngineDied
 
 N_BYTES = 256
 PAIRS = N_BYTES + 3  # a token for two letters begins here
@@ -159,6 +160,7 @@ class ByteEngine(rl.Engine):
         self.max_model_len, self.name = max_model_len, name
         self.template = has_ends, has_text
         self.held, self.go = False, asyncio.Event()
+        self.has_died = False
         self.n_started = self.n_ended = self.n_given_up = 0
         self.prompts = []
 
@@ -204,11 +206,24 @@ class ByteEngine(rl.Engine):
             await asyncio.sleep(0)
             while self.held:
                 await self.go.wait()
+            self.check_usable()
             reason = "stop" if count == len(ids) else "length" if count == most else None
             known = None if sampling.logprobs is None else [-0.5]
             top = [{token: -0.5, 65: -2.0, 66: -1.0}] if sampling.logprobs else None
             said = "" if token == END else decode([token])
             yield rl.Answer([token], known, [self.version], reason, said, number, top)
+
+    @register(Dispatch.REQUEST)
+    async def die(self):
+        self.has_died = True
+
+    def check_usable(self):
+        super().check_usable()
+        if self.has_died:
+            raise EngineDied("the engine has died, though its worker lives")
+
+    def _report_load(self):
+        report(self, load=UNUSABLE_LOAD if self.has_died else self._n_open)
 
     async def pause(self, mode="abort"):
         await super().pause(mode)

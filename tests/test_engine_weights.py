@@ -536,9 +536,14 @@ def test_an_engine_that_cannot_go_back_says_so_and_a_later_sync_mends_it(source,
 def test_clients_of_an_endpoint_are_told_to_ask_again_if_an_engine_has_lost_its_weights(source, make_group):
     engine = make_group(1, Recorder)
     engine.fail_at(0, 1, 2)
-    with pytest.raises(bm.RemoteError, match="does not like them"):
-        rl.WeightSync(source, engine)(version=1)
     with Endpoint(engine, model="recorder") as endpoint:
+        with pytest.raises(bm.RemoteError, match="does not like them"):
+            rl.WeightSync(source, engine)(version=1)
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            urllib.request.urlopen(endpoint.url.removesuffix("/v1") + "/health", timeout=DEADLINE_S)
+        assert raised.value.code == 503
+        assert json.load(raised.value)["replicas"] == [{"replica": 0, "state": "unusable", "version": None}]
+        raised.value.close()
         for is_stream in (False, True):
             body = json.dumps({"model": "recorder", "prompt": [1, 2], "stream": is_stream}).encode()
             request = urllib.request.Request(f"{endpoint.url}/completions", body, {"Content-Type": "application/json"})

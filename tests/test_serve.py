@@ -996,6 +996,30 @@ def test_a_request_whose_replica_dies_goes_to_the_other_one(backend, modules, is
                 assert b"200" in file.readline()
 
 
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_a_replica_whose_engine_has_died_is_reported_and_its_requests_go_to_the_other_one(backend, modules, is_stream):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        engine = bm.WorkerGroup(pool, sys.modules["byte_engine"].ByteEngine)
+        with Endpoint(engine) as endpoint:
+            engine.pause.all("keep").result()
+            connection = raw(endpoint, post({**BODY, "stream": is_stream}))
+            until(lambda: started(engine).any())
+            busy = int(started(engine).argmax())
+            engine.die.options(replica=busy)().result()
+            engine.resume.all().result()
+            with connection, connection.makefile("rb") as file:
+                assert b"200" in file.readline()
+            assert get(endpoint, "/health")[0] == 200
+            assert (states(endpoint)[busy], states(endpoint)[1 - busy]) == ("unusable", "ok")
+            text = get(endpoint, "/metrics")[1]
+            assert f'bandmaster_replica_up{{replica="{busy}"}} 0.0' in text
+            assert f'bandmaster_replica_up{{replica="{1 - busy}"}} 1.0' in text
+            engine.die.all().result()
+            assert get(endpoint, "/health")[0] == 503
+            status, found = answered(raw(endpoint, post({**BODY, "stream": is_stream})))
+            assert status == 503 and "has died" in found["error"]["message"]
+
+
 def test_close_ends_open_requests_and_is_not_repeated(engine, monkeypatch):
     monkeypatch.setattr("bandmaster.serve.endpoint.GRACE_S", 0)
     before = given_up(engine)

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +20,10 @@ from small_vllm import OPTIONS
 import bandmaster as bm
 from bandmaster import rl
 from bandmaster.rl import Answer, Sampling
+from bandmaster.serve import Endpoint
 
 PROMPT = [5, 6, 7]
+CHAT_TEMPLATE = "{% for message in messages %}9{{ message.content }}={% endfor %}"
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
@@ -45,7 +49,8 @@ class Rollout(rl.VLLM):
 @pytest.fixture(scope="module")
 def engine(model_path):
     with bm.ResourcePool([1], backend="local") as pool:
-        group = bm.WorkerGroup(pool, Rollout, model_path, **OPTIONS, enable_lora=True, max_lora_rank=8)
+        options = {**OPTIONS, "enable_lora": True, "max_lora_rank": 8, "chat_template": CHAT_TEMPLATE}
+        group = bm.WorkerGroup(pool, Rollout, model_path, **options)
         group.generate({"prompt": [PROMPT]}, GREEDY)
         group.metrics.all().result()
         yield group
@@ -65,6 +70,15 @@ def test_a_stop_condition_ends_answers(engine, reference):
     while engine.metrics().result()["n_running"]:  # as of the last step of the engine
         assert time.monotonic() < deadline
     assert engine.request(PROMPT, GREEDY).result()[0].tokens == tokens
+
+
+def test_a_chat_template_of_the_engine_is_that_of_all_requests(engine):
+    messages = [{"role": "user", "content": "1+2"}]
+    completion = engine.complete(rl.Prompt(messages=messages), GREEDY).result()
+    assert completion.ids.tolist() == engine.complete(rl.Prompt(text="91+2="), GREEDY).result().ids.tolist()
+    (answer,) = engine.request(messages, GREEDY).result()
+    assert answer == completion.choices[0].answer
+    assert Answer.joined(list(engine.tokens.stream(messages, GREEDY))) == answer
 
 
 def test_an_adapter_changes_the_answers_of_its_requests(engine, reference, tmp_path):
@@ -131,7 +145,16 @@ def test_an_engine_that_has_died_says_so_and_gets_no_more_requests_if_others_can
     worker = psutil.Process(engine.workers[0].pid)
     (core,) = [child for child in worker.children() if "EngineCore" in " ".join(child.cmdline())]
     asked = engine.request(PROMPT, Sampling(max_tokens=200, ignore_eos=True))
-    core.kill()
+    with Endpoint(engine, model="dead") as endpoint:
+        core.kill()
+        psutil.wait_procs([core])
+        body = json.dumps({"model": "dead", "prompt": PROMPT}).encode()
+        health = endpoint.url.removesuffix("/v1") + "/health"
+        for url, data, said in ((health, None, "unusable"), (f"{endpoint.url}/completions", body, "has died")):
+            request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+            with pytest.raises(urllib.error.HTTPError) as raised:
+                urllib.request.urlopen(request, timeout=60)
+            assert raised.value.code == 503 and said in raised.value.read().decode()
     with pytest.raises(bm.RemoteError, match=r"the vLLM engine of rank 0 has died.*group\.replace\(rank\)"):
         asked.result(timeout=60)
     with pytest.raises(bm.RemoteError, match="the vLLM engine of rank 0 has died"):

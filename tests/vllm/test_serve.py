@@ -278,6 +278,15 @@ def test_tools_without_a_parser_are_an_error_that_names_the_parsers(chat_path):
             engine.request([1], rl.Sampling(extra={"nonsense": 1})).result()
 
 
+@pytest.mark.parametrize("option", ["tool_parser", "reasoning_parser"])
+def test_a_misspelt_parser_is_an_error_before_the_model_is_loaded(chat_path, option):
+    with (
+        bm.ResourcePool([1], backend="local") as pool,
+        pytest.raises(bm.ConstructorError, match=rf"vLLM has no {option} 'qwen3_'; it has .*qwen3"),
+    ):
+        bm.WorkerGroup(pool, rl.VLLM, chat_path, **{option: "qwen3_"}, **OPTIONS)
+
+
 FRAMEWORK = """
 import asyncio
 import sys

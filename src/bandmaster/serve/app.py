@@ -256,7 +256,7 @@ async def _model(service: Service, request: Request) -> Response:
 
 async def _health(service: Service, _: Request) -> Response:
     replicas = await service.replicas()
-    lives = any(replica.state != "dead" for replica in replicas)
+    lives = any(replica.state not in ("unusable", "dead") for replica in replicas)
     states = [{"replica": number, **replica._asdict()} for number, replica in enumerate(replicas)]
     return JSONResponse({"status": "ok" if lives else "dead", "replicas": states}, 200 if lives else 503)
 

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 
 from bandmaster import CallCancelled, CallTimeout, ClosedError, RemoteError, UsageError, WorkerDied
 from bandmaster.rl import PromptTooLong
-from bandmaster.rl.engine_weights.target import NotUsable
+from bandmaster.rl.engine_weights.target import EngineDied, NotUsable
 
 logger = logging.getLogger(__name__)
 INVALID, AUTHENTICATION, LIMIT, SERVER = (
@@ -87,9 +87,10 @@ def api_error(error: BaseException, prompt: str = "messages") -> APIError:
     cause = error.__cause__ if isinstance(error, RemoteError) else None
     if isinstance(cause, PromptTooLong):
         return invalid(str(cause), prompt, "context_length_exceeded")
-    if isinstance(cause, NotUsable):
+    if isinstance(cause, NotUsable | EngineDied):
         logger.warning("a replica is not usable: %s", error)
-        return unavailable("the replica that had the request has lost its weights; send it again")
+        what = "has lost its weights" if isinstance(cause, NotUsable) else "has died"
+        return unavailable(f"the engine that had the request {what}; send it again")
     if isinstance(cause, UsageError) or (isinstance(error, UsageError) and not isinstance(error, ClosedError)):
         return invalid(str(cause or error).replace(" of Sampling", ""))
     if isinstance(error, CallTimeout):

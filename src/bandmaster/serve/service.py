@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bandmaster import CallTimeout, UsageError, WorkerDied
+from bandmaster import CallTimeout, RemoteError, UsageError, WorkerDied
 from bandmaster.rl import Answer, Completion, CompletionPart, EngineFacts, Prompt
+from bandmaster.rl.engine_weights.sync import is_death
+from bandmaster.rl.engine_weights.target import EngineDied, NotUsable
 from bandmaster.serve.episodes import Recorder, Turn
 from bandmaster.serve.errors import SERVER, APIError
 from bandmaster.serve.fields import Asked
@@ -31,7 +33,8 @@ class Replica(NamedTuple):
     """The state of a replica.
 
     Attributes:
-        state: ``"ok"``, ``"paused"`` (or asleep), ``"busy"`` with a call that holds up requests, or ``"dead"``.
+        state: ``"ok"``, ``"paused"`` (or asleep), ``"busy"`` with a call that holds up requests, ``"unusable"`` if its
+            engine has died or lost its weights, or ``"dead"``.
         version: The version of its weights.
     """
 
@@ -109,7 +112,12 @@ class Service:
     async def _complete(self, asked: Asked, prompt: Prompt, form: Form, first: int) -> _Answered:
         begun, prompt = self._begin(asked, prompt)
         method = self.group.complete.options(key=begun.name, retries=RETRIES)
-        completion: Completion = await method(prompt, asked.sampling)
+        try:
+            completion: Completion = await method(prompt, asked.sampling)
+        except RemoteError as error:
+            if not is_death(error):
+                raise
+            completion = await method(prompt, asked.sampling)  # of another replica, as this one has reported its death
         if any(choice.answer.finish_reason == "abort" for choice in completion.choices):
             raise aborted()
         ids = self._ids(begun, completion.n_known, completion.ids)
@@ -169,8 +177,8 @@ class Service:
                     has_begun = True
                     yield part
                 return
-            except WorkerDied:
-                if has_begun or attempt == RETRIES:
+            except (WorkerDied, RemoteError) as error:
+                if has_begun or attempt == RETRIES or not is_death(error):
                     raise
             finally:
                 stream.close()
@@ -226,15 +234,19 @@ class Service:
             facts: EngineFacts = await self.group.facts.options(replica=number, timeout=PROBE_S)()
         except CallTimeout:
             return Replica("busy", None)
+        except RemoteError as error:
+            return Replica("unusable" if isinstance(error.__cause__, NotUsable | EngineDied) else "dead", None)
         except Exception:
             return Replica("dead", None)
         return Replica("ok" if facts.is_ready else "paused", facts.version)
 
     async def figures(self) -> dict[int, Mapping[str, float] | None]:
-        """The figures of each engine; None of one that does not answer."""
+        """The figures of each engine; None of one that answers no requests."""
         return dict(enumerate(await asyncio.gather(*[self._figures(number) for number in range(self.n_replicas)])))
 
     async def _figures(self, number: int) -> Mapping[str, float] | None:
+        if (await self._replica(number)).state not in ("ok", "paused"):
+            return None
         try:
             found: Mapping[str, float] = await self.group.metrics.options(replica=number, timeout=PROBE_S)()
             return found

@@ -348,7 +348,7 @@ class TakesWeights(Worker):
         self.check_usable()
 
     def check_usable(self) -> None:
-        """Raise `NotUsable` if the engine has no weights that could be used."""
+        """Raise `NotUsable` if the engine has no weights that could be used; an override may raise `EngineDied`."""
         if self._unusable:
             raise NotUsable(
                 f"rank {self.rank} is not usable: {self._unusable}; sync again, or have it replaced by "

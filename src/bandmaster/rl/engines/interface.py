@@ -262,7 +262,13 @@ class Engine(TakesWeights, ABC):
 
     @register(Dispatch.REQUEST, concurrency=CONTROL)
     async def facts(self) -> EngineFacts:
-        """The facts about the engine that its clients need."""
+        """The facts about the engine that its clients need.
+
+        Raises:
+            NotUsable: The engine has lost its weights.
+            EngineDied: It has died, though its worker lives.
+        """
+        self.check_usable()
         return EngineFacts(self.model_name, self.max_model_len, self.vocab_size, self.version, self.is_ready)
 
     # --- control: requests, which reach an engine that is busy ---

@@ -66,7 +66,8 @@ class VLLM(Engine):
             ``kv_cache_memory_bytes``, ``gpu_memory_utilization``, ``enable_lora`` and ``enable_sleep_mode``.
 
     Raises:
-        UsageError: An option belongs to the mesh, or the ranks of a replica do not follow each other.
+        UsageError: An option belongs to the mesh, or the ranks of a replica do not follow each other; or vLLM has no
+            such parser.
         ImportError: vLLM is not installed.
 
     Example::
@@ -105,7 +106,7 @@ class VLLM(Engine):
             self._llm = vllm_start.llm_of_ranks(self, self._replica, options)
             self._config = self._llm.llm_engine.vllm_config
         else:
-            self._engine = vllm_start.async_llm(options)
+            self._engine = vllm_start.async_llm(options, tool_parser)
             self._config = self._engine.vllm_config
         self._is_text = not self._config.model_config.skip_tokenizer_init
         self.vocab_size = self._config.model_config.get_vocab_size()
@@ -248,7 +249,7 @@ class VLLM(Engine):
 
         Raises:
             UsageError: vLLM refuses the request; or the replica has several ranks.
-            RuntimeError: The engine has died.
+            EngineDied: vLLM's process has died.
         """
         from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
@@ -266,8 +267,7 @@ class VLLM(Engine):
         except VLLMClientError as error:
             raise UsageError(f"vLLM refuses the request: {error}") from error
         except EngineDeadError as error:
-            report(self, load=UNUSABLE_LOAD)
-            raise RuntimeError(self._death) from error
+            raise self._died() from error
         finally:
             self._open.discard(name)
             await outputs.aclose()
@@ -276,9 +276,10 @@ class VLLM(Engine):
         if self._engine is None or not self._engine.errored:  # else it stays what was reported of its death
             super()._report_load()
 
-    @property
-    def _death(self) -> str:
-        return (
+    def _died(self) -> EngineDied:
+        """Report that requests are to go elsewhere, and return the error that says why."""
+        report(self, load=UNUSABLE_LOAD)
+        return EngineDied(
             f"the vLLM engine of rank {self.rank} has died; its output says why; have the rank replaced by "
             "group.replace(rank), or restart the group"
         )
@@ -424,8 +425,7 @@ class VLLM(Engine):
             UsageError: The engine is asleep, or was made with another ``weight_transfer_config``.
         """
         super().check_takes_weights()
-        if self._engine is not None and self._engine.errored:
-            raise EngineDied(self._death)
+        self._check_lives()
         backend = getattr(self._config.weight_transfer_config, "backend", None)
         if backend != WEIGHTS:
             raise UsageError(
@@ -487,6 +487,15 @@ class VLLM(Engine):
         """Whether the engine has given up the memory of its weights."""
         return "weights" in self._sleeping
 
+    def check_usable(self) -> None:
+        """Raise `EngineDied` if vLLM's process has died, and `NotUsable` if the engine has no weights to use."""
+        self._check_lives()
+        super().check_usable()
+
+    def _check_lives(self) -> None:
+        if self._engine is not None and self._engine.errored:
+            raise self._died()
+
     def check_request(self) -> None:
         """Check that the engine answers requests.
 
@@ -530,17 +539,20 @@ class VLLM(Engine):
         return self._chat.conversation(prompt)
 
     def chat_token_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The prompt that the chat template of the model's tokenizer makes of messages.
+        """The prompt that the chat template makes of messages.
 
         Raises:
             UsageError: The engine has no tokenizer, or the tokenizer no chat template, or that refuses the messages.
         """
         engine = self._llm if self._engine is None else self._engine
         tokenizer = engine.get_tokenizer() if self._is_text else None
-        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        template = self._chat_options["chat_template"]
+        if tokenizer is None or not (template or getattr(tokenizer, "chat_template", None)):
             raise UsageError("the model's tokenizer has no chat template; give token ids instead of messages")
         try:
-            text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            text = tokenizer.apply_chat_template(
+                list(messages), chat_template=template, add_generation_prompt=True, tokenize=False
+            )
         except Exception as error:  # templates are programs, and raise what they like
             raise UsageError(f"the model's chat template refuses the messages: {error}") from error
         return list(tokenizer.encode(text, add_special_tokens=False))

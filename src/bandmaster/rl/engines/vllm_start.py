@@ -63,16 +63,36 @@ def axis_of_ranks(mesh: Mesh) -> str | None:
     return axis if axis in mesh.axis_names and mesh.axis_size(axis) > 1 else None
 
 
-def async_llm(options: dict[str, Any]) -> Any:
-    """The engine of a replica that is one rank: vLLM's ``AsyncLLM``, whose model runs in a child process."""
+def async_llm(options: dict[str, Any], tool_parser: str | None) -> Any:
+    """The engine of a replica that is one rank: vLLM's ``AsyncLLM``, whose model runs in a child process.
+
+    Raises:
+        UsageError: vLLM has no such parser.
+    """
     _prepare()
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**_with_weights(options)))
+    made = AsyncEngineArgs(**_with_weights(options))  # which loads vLLM's plugins, that may have parsers
+    _check_parsers(tool_parser, None if made.reasoning_parser_plugin else made.reasoning_parser)
+    engine = AsyncLLM.from_engine_args(made)
     gc.collect()
     gc.freeze()  # else collections among all that vLLM imports hold up its requests, for 0.4 s at a time
     return engine
+
+
+def _check_parsers(tool_parser: str | None, reasoning_parser: str | None) -> None:
+    """Check the names of parsers, before the engine loads a model, which takes minutes."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    of_tools, of_reasoning = ToolParserManager.list_registered(), ReasoningParserManager.list_registered()
+    for option, name, known in (
+        ("tool_parser", tool_parser, of_tools),
+        ("reasoning_parser", reasoning_parser or None, of_reasoning),
+    ):
+        if name is not None and name not in known:
+            raise UsageError(f"vLLM has no {option} {name!r}; it has {', '.join(known)}")
 
 
 def llm_of_ranks(worker: Worker, replica: Replica, options: dict[str, Any]) -> Any:
