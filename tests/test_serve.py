@@ -510,6 +510,28 @@ def test_several_answers_to_a_prompt_are_several_episodes(client, endpoint):
     assert len({*columns["session"]}) == 1
 
 
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_a_request_whose_client_hangs_up_leaves_no_turns_of_the_prompts_that_were_answered(engine, is_stream):
+    body = {"model": "bytes", "prompt": ["one", "another"], "max_tokens": 4, "stream": is_stream}
+    before = given_up(engine)
+    with Endpoint(engine, api_key=KEY, record=True) as endpoint, client_of(endpoint) as client:
+        n_started = started(engine)
+        engine.pause.all("keep").result()
+        try:
+            connection = raw(endpoint, post(body, path="/v1/completions"))
+            until(lambda: (started(engine) > n_started).all())
+            engine.resume.options(replica=0)().result()
+            until(lambda: "bandmaster_answer_tokens_total 4.0" in get(endpoint, "/metrics")[1])
+            connection.close()
+            until(lambda: given_up(engine) == before + 1)
+        finally:
+            engine.resume.all().result()
+        assert endpoint.take() == []
+        made = client.completions.create(**body)
+        assert [*made] if is_stream else made
+        assert [len(episode.tokens[episode.mask]) for episode in endpoint.take()] == [4, 4]
+
+
 def test_conversations_without_a_session_are_told_apart(client, endpoint):
     for content in ("one", "two"):
         messages = [{"role": "user", "content": content}]

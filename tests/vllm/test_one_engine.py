@@ -154,7 +154,8 @@ def test_an_engine_that_has_died_says_so_and_gets_no_more_requests_if_others_can
             request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
             with pytest.raises(urllib.error.HTTPError) as raised:
                 urllib.request.urlopen(request, timeout=60)
-            assert raised.value.code == 503 and said in raised.value.read().decode()
+            with raised.value as response:
+                assert response.code == 503 and said in response.read().decode()
     with pytest.raises(bm.RemoteError, match=r"the vLLM engine of rank 0 has died.*group\.replace\(rank\)"):
         asked.result(timeout=60)
     with pytest.raises(bm.RemoteError, match="the vLLM engine of rank 0 has died"):

@@ -104,9 +104,10 @@ class Service:
             self._complete(asked, prompt, form, n * asked.sampling.n) for n, prompt in enumerate(asked.prompts)
         ]
         answered = await _all(asked_for)
+        self._record([turn for one in answered for turn in one.turns])
         choices = [choice for one in answered for choice in one.choices]
         n_prompt, n_known = (sum(counts) for counts in zip(*[(len(a.ids), a.n_known) for a in answered], strict=True))
-        n_answer = sum(one.n_answer for one in answered)
+        n_answer = sum(len(turn.answer) for one in answered for turn in one.turns)
         return form.whole(choices, usage(n_prompt, n_answer, n_known), [one.ids.tolist() for one in answered])
 
     async def _complete(self, asked: Asked, prompt: Prompt, form: Form, first: int) -> _Answered:
@@ -121,18 +122,18 @@ class Service:
         if any(choice.answer.finish_reason == "abort" for choice in completion.choices):
             raise aborted()
         ids = self._ids(begun, completion.n_known, completion.ids)
-        made = []
+        made, turns = [], []
         for choice in completion.choices:
             message = form.message(choice.message)
-            self._ended(begun, prompt, ids, choice.answer, message)
+            turns.append(self._ended(begun, prompt, ids, choice.answer, message))
             made.append(form.choice(choice, message, completion.texts, first))
-        n_answer = sum(len(choice.answer.tokens) for choice in completion.choices)
-        return _Answered(made, ids, completion.n_known, n_answer)
+        return _Answered(made, ids, completion.n_known, turns)
 
     async def events(self, asked: Asked, form: Form) -> AsyncGenerator[Object, None]:
         """The events of the stream that answers a request."""
         counts = [0, 0, 0]
-        streams = [self._parts(asked, prompt, form, n, counts) for n, prompt in enumerate(asked.prompts)]
+        turns: list[Turn] = []
+        streams = [self._parts(asked, prompt, form, n, counts, turns) for n, prompt in enumerate(asked.prompts)]
         async with aclosing(_merged(streams)) as merged:
             async for made in merged:
                 yield made
@@ -140,9 +141,13 @@ class Service:
             yield form.end(usage(*counts))
 
     async def _parts(
-        self, asked: Asked, prompt: Prompt, form: Form, number: int, counts: list[int]
+        self, asked: Asked, prompt: Prompt, form: Form, number: int, counts: list[int], turns: list[Turn]
     ) -> AsyncGenerator[Object, None]:
-        """The events about one prompt. Its tokens, those of the answers and those that were known are added up."""
+        """The events about one prompt. Its tokens, those of the answers and those that were known are added up.
+
+        The turns of all prompts are recorded once the last one has ended: before its client, which may then hang up, is
+        told so.
+        """
         begun, prompt = self._begin(asked, prompt)
         ids: np.ndarray[Any, np.dtype[np.int32]] | None = None
         parts: dict[int, list[CompletionPart]] = {}
@@ -162,7 +167,10 @@ class Service:
                 made = form.part(part, number * asked.sampling.n, of_prompt)
                 if part.answer.finish_reason is not None:
                     message = form.message(joined_message([one.delta for one in same if one.delta]))
-                    self._ended(begun, prompt, ids, Answer.joined([one.answer for one in same]), message)
+                    answer = Answer.joined([one.answer for one in same])
+                    turns.append(self._ended(begun, prompt, ids, answer, message))
+                    if len(turns) == len(asked.prompts) * asked.sampling.n:
+                        self._record(turns)
                 if made is not None:
                     yield made
 
@@ -202,25 +210,28 @@ class Service:
         self.metrics.prompt_tokens.inc(len(ids))
         return ids
 
-    def _ended(self, begun: Begun, prompt: Prompt, ids: Any, answer: Answer, message: Mapping[str, Any]) -> None:
-        """Remember, record and count an answer."""
+    def _ended(self, begun: Begun, prompt: Prompt, ids: Any, answer: Answer, message: Mapping[str, Any]) -> Turn:
+        """Remember and count an answer. Returns its turn."""
         self.metrics.answer_tokens.inc(len(answer.tokens))
         chosen = np.array(answer.tokens, np.int32)
         if prompt.messages is not None:
             self._sessions.remember(begun, message, np.concatenate([ids, chosen]))
             self.metrics.remembered.set(self._sessions.n_tokens)
+        return Turn(
+            session=begun.name,
+            prompt=ids,
+            answer=chosen,
+            log_probs=np.array(answer.log_probs or [0.0] * len(chosen), np.float32),
+            versions=np.array(answer.versions, np.int64),
+            finish_reason=answer.finish_reason or "",
+            number=answer.number,
+        )
+
+    def _record(self, turns: Sequence[Turn]) -> None:
+        """Record the turns of a request, if somebody reads them."""
         if self.options.is_recorded:
-            self.recorder.add(
-                Turn(
-                    session=begun.name,
-                    prompt=ids,
-                    answer=chosen,
-                    log_probs=np.array(answer.log_probs or [0.0] * len(chosen), np.float32),
-                    versions=np.array(answer.versions, np.int64),
-                    finish_reason=answer.finish_reason or "",
-                    number=answer.number,
-                )
-            )
+            for turn in turns:
+                self.recorder.add(turn)
             self.metrics.dropped.set(self.recorder.n_dropped)
 
     # --- replicas ---
@@ -258,7 +269,7 @@ class _Answered(NamedTuple):
     choices: list[Object]
     ids: Any
     n_known: int
-    n_answer: int
+    turns: list[Turn]
 
 
 def aborted() -> APIError:
