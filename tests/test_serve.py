@@ -842,6 +842,27 @@ def test_a_client_that_takes_no_answer_is_disconnected_and_its_request_given_up(
 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.backends("inprocess")
+def test_a_client_that_takes_a_long_answer_slowly_gets_all_of_it(backend, modules, is_stream):
+    class Verbose(sys.modules["byte_engine"].ByteEngine):
+        async def _parts(self, prompt, sampling, number):
+            yield rl.Answer([65], [0.0], [0], "stop", "a" * 6_000_000)
+
+    with bm.ResourcePool([1], backend=backend) as pool:
+        engine = bm.WorkerGroup(pool, Verbose)
+        with Endpoint(engine, api_key=KEY, stall_timeout=0.5) as endpoint, socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 17)
+            connection.connect(address(endpoint))
+            body = {"model": "bytes", "prompt": [65], "stream": is_stream}
+            connection.sendall(post(body, "Connection: close", path="/v1/completions"))
+            n_bytes, pace = 0, threading.Event()
+            while part := connection.recv(40_000):
+                n_bytes += len(part)
+                pace.wait(0.01)
+            assert n_bytes > 6_000_000
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
 def test_a_client_that_hangs_up_has_its_request_given_up_at_once(engine, endpoint, is_stream):
     before = given_up(engine)
     n_started = started(engine).sum()

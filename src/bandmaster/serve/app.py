@@ -173,7 +173,7 @@ class Reply:
             HungUp: The client does not take it.
         """
         response = Response(body, media_type="application/json")
-        await limits.unless_stalled(response(self._scope, self._receive, self._send), self._options.stall_timeout)
+        await self._unless_stalled(response(self._scope, self._receive, self._send))
 
     async def event(self, data: bytes, is_last: bool = False) -> None:
         """Send a part of a stream.
@@ -186,7 +186,7 @@ class Reply:
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         message = {"type": "http.response.body", "body": data, "more_body": not is_last}
-        await limits.unless_stalled(self._send(message), self._options.stall_timeout)
+        await self._unless_stalled(self._send(message))
 
     async def fail(self, error: APIError) -> None:
         """Send an error: as a response, or as the last event of a stream."""
@@ -195,10 +195,12 @@ class Reply:
             if self.has_begun:
                 await self.event(event(error.body()), is_last=True)
             else:
-                response = error.response()(self._scope, self._receive, self._send)
-                await limits.unless_stalled(response, self._options.stall_timeout)
+                await self._unless_stalled(error.response()(self._scope, self._receive, self._send))
         except HungUp:
             limits.abort(self._scope)
+
+    async def _unless_stalled(self, sending: Awaitable[None]) -> None:
+        await limits.unless_stalled(sending, self._scope, self._options.stall_timeout)
 
 
 def _with_session(asked: Asked, request: Request) -> Asked:

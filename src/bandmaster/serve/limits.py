@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, NoReturn, TypeVar
@@ -17,6 +18,7 @@ from bandmaster.serve.options import Options
 
 T = TypeVar("T")
 Client = tuple[str, int]
+TRANSPORT = "bandmaster.transport"  # of the connection of a request, in its scope
 MOST_HEAD = 1 << 20  # bytes that may come before a request has begun: its head, and what is read along with that
 READ_ON = 4  # times the most bytes of a body are read, and dropped, so that its client gets to read the refusal
 
@@ -115,21 +117,29 @@ async def unless_hung_up(work: Coroutine[Any, Any, T], receive: Receive, left_s:
     raise too_late(timeout_s)
 
 
-async def unless_stalled(sending: Awaitable[None], timeout_s: float) -> None:
-    """Send something, for at most so many seconds. `asyncio.wait_for` would cost a task for each part of an answer.
+async def unless_stalled(sending: Awaitable[None], scope: Scope, timeout_s: float) -> None:
+    """Send something, unless its client takes nothing for so many seconds.
+
+    `asyncio.wait_for` would cost a task for each part of an answer.
 
     Raises:
-        HungUp: The client has not taken it.
+        HungUp: The client does not take it.
     """
-    task, is_stalled = asyncio.current_task(), False
+    task, is_stalled, left = asyncio.current_task(), False, math.inf
     assert task is not None, "a coroutine runs in one"
+    transport, loop = scope.get(TRANSPORT), asyncio.get_running_loop()
+    timer: asyncio.Handle
 
-    def give_up() -> None:
-        nonlocal is_stalled
-        is_stalled = True
-        task.cancel()
+    def check() -> None:
+        nonlocal is_stalled, left, timer
+        now = 0 if transport is None else transport.get_write_buffer_size()
+        if now < left:
+            left, timer = now, loop.call_later(timeout_s, check)
+        else:
+            is_stalled = True
+            task.cancel()
 
-    timer = asyncio.get_running_loop().call_later(timeout_s, give_up)
+    timer = loop.call_soon(check)  # once it waits for the client
     try:
         await sending
     except asyncio.CancelledError:
@@ -193,19 +203,13 @@ class Connections:
             client = tuple(scope["client"])
             self._n_requests[client] += 1
             self._stop(client)
-            scope["bandmaster.abort"] = lambda: self.abort(client)
+            scope[TRANSPORT] = self._open.get(client)
             try:
                 await inner(scope, receive, send)
             finally:
                 self._request_ended(client)
 
         return outer
-
-    def abort(self, client: Client) -> None:
-        """Close a connection, whether or not what was written to it was taken."""
-        transport = self._open.get(client)
-        if transport is not None:
-            transport.abort()
 
     def _may_send(self, transport: asyncio.Transport, n_bytes: int) -> bool:
         """Count bytes that come before a request has begun; too many of them close the connection."""
@@ -215,7 +219,7 @@ class Connections:
         self._n_bytes[client] = self._n_bytes.get(client, 0) + n_bytes
         if self._n_bytes[client] <= MOST_HEAD:
             return True
-        self.abort(client)
+        transport.abort()
         return False
 
     def _add(self, transport: asyncio.Transport) -> None:
@@ -238,8 +242,18 @@ class Connections:
 
     def _start(self, client: Client) -> None:
         self._stop(client)
-        if client in self._open:
-            self._timers[client] = asyncio.get_running_loop().call_later(self._timeout_s, self.abort, client)
+        transport = self._open.get(client)
+        if transport is not None:
+            left = transport.get_write_buffer_size()  # of the answer to the request before
+            self._timers[client] = asyncio.get_running_loop().call_later(self._timeout_s, self._late, client, left)
+
+    def _late(self, client: Client, left: int) -> None:
+        """Close a connection, whether or not what was written to it was taken, unless it has taken some of that."""
+        transport = self._open[client]
+        if transport.get_write_buffer_size() < left:
+            self._start(client)
+        else:
+            transport.abort()
 
     def _stop(self, client: Client) -> None:
         self._n_bytes.pop(client, None)
@@ -255,6 +269,6 @@ def _client(transport: asyncio.Transport) -> Client | None:
 
 def abort(scope: Scope) -> None:
     """Close the connection of a request at once, if the server can."""
-    close = scope.get("bandmaster.abort")
-    if close is not None:
-        close()
+    transport = scope.get(TRANSPORT)
+    if transport is not None:
+        transport.abort()
