@@ -2,6 +2,7 @@
 
 import importlib
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,13 @@ def test_prompts_may_be_columns_of_any_kind(engine, column):
         rows = {"prompt": torch.tensor([PROMPTS[0], PROMPTS[3]])}
         expected = [expected[0], expected[3]]
     assert [one.tolist() for one in engine.generate(rows, GREEDY)["answer"]] == expected
+
+
+@pytest.mark.parametrize("prompts", [[], PROMPTS[:1]], ids=["no row", "one row"])
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_rows_have_log_probs_if_they_are_asked_for_also_where_there_are_none(engine, prompts, logprobs):
+    rows = engine.generate({"prompt": prompts}, replace(GREEDY, logprobs=logprobs))
+    assert len(rows["answer"]) == len(prompts) and ("log_probs" in rows) == (logprobs == 0)
 
 
 # --- requests of servers ---

@@ -500,6 +500,11 @@ def test_a_session_has_the_name_that_its_header_has_in_utf_8_or_else_in_latin_1(
         assert [episode.session for episode in endpoint.take()] == [name]
 
 
+def test_the_name_of_a_session_is_a_text(endpoint):
+    with pytest.raises(bm.UsageError, match="take needs the name of a session, a text, or None for all, got 7"):
+        endpoint.take(7)
+
+
 def test_several_answers_to_a_prompt_are_several_episodes(client, endpoint):
     chat(client, HELLO, n=3)
     episodes = endpoint.take()
@@ -620,6 +625,8 @@ def test_an_open_address_needs_a_key(engine):
         ({"n": 1000}, "n", "from 1 to 128"),
         ({"n": 2, "temperature": 0}, "n", "all answers are equal"),
         ({"stop": ""}, "stop", "not empty"),
+        ({"session_id": ""}, "session_id", "a text of 1 to 256 characters, got ''"),
+        ({"prompt_cache_key": "a" * 300}, "prompt_cache_key", "a text of 1 to 256 characters"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         (
@@ -1219,11 +1226,12 @@ def test_the_example_trains_on_what_agents_said_and_their_next_words_are_of_the_
         (["--help"], 0, "--tool-parser"),
         (["model", "--replicas", "0"], 2, "must be 1 or more, got 0"),
         (["model", "--engine", "dtype"], 2, "takes NAME=VALUE, got 'dtype'"),
+        (["model", "--engine", "mesh=1"], 2, "mesh is given otherwise"),
         (["model", "--host", "0.0.0.0"], 2, "there is no api_key"),
         (["model", "--port", "65536"], 2, "must be from 0 to 65535, got 65536"),
         (["model", "--timeout", "-1"], 2, "timeout of an endpoint must be a positive number of seconds, got -1"),
     ],
-    ids=["help", "replicas", "engine", "host", "port", "timeout"],
+    ids=["help", "replicas", "engine", "mesh", "host", "port", "timeout"],
 )
 def test_the_command_line(backend, arguments, status, said):
     command = [sys.executable, "-m", "bandmaster.serve", *arguments]
@@ -1283,6 +1291,9 @@ def test_the_command_ends_at_a_signal(backend, tmp_path, number, loads):
     ("options", "said"),
     [
         ({"api_key": ""}, "api_key of an endpoint is empty"),
+        ({"api_key": f"{KEY}\n"}, r"api_key of an endpoint has blanks or line ends around it.*key\.strip\(\)"),
+        ({"api_key": "a\0b"}, "or control characters"),
+        ({"model": 5}, "model of an endpoint must be a text that is not empty, got 5"),
         ({"max_open": 0}, "max_open of an endpoint must be a whole number of 1 or more, got 0"),
         ({"timeout": -1}, "timeout of an endpoint must be a positive number of seconds, got -1"),
         ({"defaults": 3}, r"must be a rl\.Sampling, got 3"),

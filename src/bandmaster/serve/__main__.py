@@ -100,6 +100,8 @@ def _engine_option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise bm.UsageError(f"--engine takes NAME=VALUE, got {text!r}")
+    if name in ("model", "mesh"):
+        raise bm.UsageError(f"--engine takes options of vLLM's EngineArgs, and {name} is given otherwise: see --help")
     try:
         return name, json.loads(value)
     except ValueError:

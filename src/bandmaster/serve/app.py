@@ -26,14 +26,13 @@ from starlette.types import Receive, Scope, Send
 
 from bandmaster.serve import limits
 from bandmaster.serve.errors import LIMIT, APIError, HungUp, api_error, invalid, unavailable
-from bandmaster.serve.fields import Asked, chat_of, check_model, completion_of
+from bandmaster.serve.fields import MOST_NAME, Asked, chat_of, check_model, completion_of
 from bandmaster.serve.options import Options
 from bandmaster.serve.responses import DONE, Form, as_json, event
 from bandmaster.serve.service import Service
 
 T = TypeVar("T")
 SESSION = "X-Session-ID"  # the header that vLLM's router reads as well
-MOST_NAME = 256
 NOT_ANSWERED = 499  # in the metrics: the client hung up
 
 
@@ -205,10 +204,12 @@ class Reply:
 
 def _with_session(asked: Asked, request: Request) -> Asked:
     header = request.headers.get(SESSION)
-    session = asked.session if header is None else _utf8(header)
-    if session is not None and not 0 < len(session) <= MOST_NAME:
+    if header is None:
+        return asked
+    session = _utf8(header)
+    if not 0 < len(session) <= MOST_NAME:
         raise invalid(f"the name of a session has 1 to {MOST_NAME} characters, got {len(session)}", SESSION)
-    return asked if session == asked.session else replace(asked, session=session)
+    return replace(asked, session=session)
 
 
 def _utf8(header: str) -> str:

@@ -92,9 +92,11 @@ class Endpoint:
             An episode for each sequence of tokens; one, if each turn has gone on with the one before.
 
         Raises:
-            UsageError: The endpoint does not record.
+            UsageError: The endpoint does not record, or the name is no text.
         """
         self._check_records()
+        if session is not None and not isinstance(session, str):
+            raise UsageError(f"take needs the name of a session, a text, or None for all, got {session!r}")
         return self._service.recorder.take(session)
 
     def sessions(self) -> list[str]:

@@ -19,6 +19,7 @@ from bandmaster.serve.messages import checked_messages, checked_tools
 
 Body = Mapping[str, Any]
 MOST_CHOICES, MOST_PROMPTS, MOST_TOP, MOST_STOPS = 128, 256, 20, 16
+MOST_NAME = 256  # characters of the name of a session
 LARGEST = 1e308  # of a number: JSON has whole ones that no float can hold
 LONGEST = 18  # of a token id, in digits: Python reads no number of thousands
 
@@ -53,6 +54,7 @@ def _is_bias(value: Any) -> bool:
 
 
 TEXT = (lambda v: isinstance(v, str)), "a text"
+SESSION = (lambda v: isinstance(v, str) and 0 < len(v) <= MOST_NAME), f"a text of 1 to {MOST_NAME} characters"
 FLAG = (lambda v: isinstance(v, bool)), "true or false"
 OBJECT = (lambda v: isinstance(v, dict)), "an object"
 ANYTHING = (lambda v: True), ""
@@ -92,8 +94,8 @@ COMMON = {
     "stream_options": OBJECT,
     "max_tokens": _whole(1),
     "return_token_ids": FLAG,
-    "session_id": TEXT,
-    "prompt_cache_key": TEXT,
+    "session_id": SESSION,
+    "prompt_cache_key": SESSION,
     # of no meaning here
     "user": TEXT,
     "safety_identifier": TEXT,

@@ -57,6 +57,13 @@ class Options:
             raise UsageError(f"api_key of an endpoint must be an ASCII text, got {type(self.api_key).__name__}")
         if self.api_key == "":
             raise UsageError("api_key of an endpoint is empty; leave it out, or choose one: secrets.token_urlsafe()")
+        if self.api_key is not None and (self.api_key != self.api_key.strip() or not self.api_key.isprintable()):
+            raise UsageError(
+                "api_key of an endpoint has blanks or line ends around it, or control characters, which no client can "
+                "send in a header; strip it: key.strip()"
+            )
+        if self.model is not None and (not isinstance(self.model, str) or not self.model):
+            raise UsageError(f"model of an endpoint must be a text that is not empty, got {self.model!r}")
         if not isinstance(self.defaults, Sampling):
             raise UsageError(f"defaults of an endpoint must be a rl.Sampling, got {self.defaults!r}")
         for name in ("max_open", "max_body_nbytes", "max_session_tokens", "max_recorded_tokens"):

@@ -109,7 +109,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
-def columns_of(answers: Sequence[Answer]) -> dict[str, Any]:
+def columns_of(answers: Sequence[Answer], has_log_probs: bool) -> dict[str, Any]:
     """Answers as the columns of a batch, one row each: jagged ones are lists of arrays."""
     columns = {
         "answer": [np.array(one.tokens, np.int64) for one in answers],
@@ -117,7 +117,7 @@ def columns_of(answers: Sequence[Answer]) -> dict[str, Any]:
         "n_tokens": np.array([len(one.tokens) for one in answers], np.int64),
         "finish_reason": [one.finish_reason for one in answers],
     }
-    if all(one.log_probs is not None for one in answers):
+    if has_log_probs:  # rather than whether answers have them, which no replica without rows could tell
         columns["log_probs"] = [np.array(one.log_probs, np.float32) for one in answers]
     return columns
 

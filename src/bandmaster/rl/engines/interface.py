@@ -169,7 +169,7 @@ class Engine(TakesWeights, ABC):
         for number, prompt in enumerate(prompts):
             self._check_prompt(prompt, f"prompt {number}")
         samplings = [sampling] * len(prompts) if seeds is None else [replace(sampling, seed=seed) for seed in seeds]
-        return columns_of(await self.answer_all(prompts, samplings))
+        return columns_of(await self.answer_all(prompts, samplings), sampling.logprobs is not None)
 
     # --- requests ---
 
