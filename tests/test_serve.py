@@ -884,6 +884,16 @@ def test_a_client_that_hangs_up_has_its_request_given_up_at_once(engine, endpoin
     assert endpoint.take() == []
 
 
+@pytest.mark.backends("inprocess")
+def test_nothing_is_written_to_a_client_that_has_hung_up(endpoint, caplog):
+    asked = [raw(endpoint, post({"model": "bytes", "messages": COUNT, "stream": True})) for _ in range(10)]
+    for connection in asked:
+        connection.recv(1)
+        connection.close()
+    until(lambda: "bandmaster_open_requests 0.0" in get(endpoint, "/metrics")[1])
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
 def test_a_request_may_take_longer_than_its_head(engine):
     engine.pause.all("keep").result()
     try:

@@ -178,8 +178,10 @@ class Reply:
         """Send a part of a stream.
 
         Raises:
-            HungUp: The client does not take it.
+            HungUp: The client does not take it, or has closed the connection.
         """
+        if limits.is_closed(self._scope):
+            raise HungUp
         if not self.has_begun:
             self.has_begun = True
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]

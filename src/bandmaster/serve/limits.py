@@ -272,3 +272,9 @@ def abort(scope: Scope) -> None:
     transport = scope.get(TRANSPORT)
     if transport is not None:
         transport.abort()
+
+
+def is_closed(scope: Scope) -> bool:
+    """Whether the connection of a request is closed, though its end may not have been told yet."""
+    transport = scope.get(TRANSPORT)
+    return transport is not None and transport.is_closing()
