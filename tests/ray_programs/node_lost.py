@@ -16,6 +16,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 from clock import idle_time
 from small_ray import small_cluster
 
+from bandmaster.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
 
 class Rows(bm.Worker):
     @register(Dispatch.DP_PROTO)
@@ -38,9 +40,12 @@ class Rows(bm.Worker):
     def hang(self):
         time.sleep(300)
 
+    def on_replace(self, rank, state):
+        pass
 
-cluster = small_cluster(num_cpus=4)
-node = cluster.add_node(num_cpus=2)
+
+cluster = small_cluster(num_cpus=5)
+node = cluster.add_node(num_cpus=3)
 cluster.wait_for_nodes()
 ray.init(address=cluster.address, log_to_driver=False)
 
@@ -59,11 +64,14 @@ def main():
         bm.ResourcePool([1, 1], backend="ray") as apart,
         bm.ResourcePool([1, 1], backend="ray") as busy,
         bm.ResourcePool([2], backend="ray") as together,
+        RayResourcePool([1, 1], use_gpu=False) as of_actors,
     ):
         makers, hangs, readers = (bm.WorkerGroup(pool, Rows) for pool in (apart, busy, together))
+        actors = RayWorkerGroup(of_actors, RayClassWithInitArgs(Rows))
         rows = makers.make.submit(np.arange(10))
         assert len(rows) == 10
-        lost = makers.raylet().index(node.all_processes["raylet"][0].process.pid)
+        raylet = node.all_processes["raylet"][0].process.pid
+        lost, lost_actor = (group.raylet().index(raylet) for group in (makers, actors))
         pending = hangs.hang.submit()
         cluster.remove_node(node, allow_graceful=False)
 
@@ -88,6 +96,11 @@ def main():
             check_fails(future.result, bm.RowsLost, gone)
         assert idle_time() - begun < 60
         assert sum(readers.total(rows[5 - start : 10 - start])) == 35 - 5 * start, "those of the other node are there"
+
+        replaced = idle_time()
+        for _ in range(2):  # Ray may find out only during the first
+            check_fails(lambda: actors.replace(lost_actor), bm.PlacementError, ".*its host is lost; restart")
+        assert idle_time() - replaced < 60
 
 
 try:

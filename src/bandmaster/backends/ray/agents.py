@@ -167,10 +167,7 @@ class RayAgents:
             PlacementError: Its node is lost.
         """
         if not is_alive(key.node):
-            raise PlacementError(
-                f"rank {rank} cannot be replaced on its slot, as its host is lost; restart() the group, if its pool "
-                "was made with spare nodes (spares=), or make another one on a pool of the hosts that are left"
-            )
+            raise host_lost(rank)
         with self._lock:
             return self._reach([key])[key]
 
@@ -264,6 +261,14 @@ class RayAgents:
         links, self._links = self._links, None
         if links is not None:
             links.close()
+
+
+def host_lost(rank: int) -> PlacementError:
+    """The error of a rank that cannot be started, as the host of its slot is lost."""
+    return PlacementError(
+        f"rank {rank} cannot be started on its slot, as its host is lost; restart() the group, if its pool was made "
+        "with spare nodes (spares=), or make another one on a pool of the hosts that are left"
+    )
 
 
 def _unreachable(key: AgentKey, place: Place | None, error: Exception) -> PlacementError:

@@ -327,6 +327,12 @@ def node_of(group: PlacementGroup) -> str:
     return str(placement_group_table(group)["bundles_to_node_id"].get(0, ""))
 
 
+def is_lost(group: PlacementGroup) -> bool:
+    """Whether the node of a placement group is lost for good: Ray places those made elsewhere again, on another one."""
+    known = placement_group_table(group)
+    return _UNIQUE in known["name"] and known["state"] == "RESCHEDULING"
+
+
 def bundle_of(request: Request, n_slots: int, is_embedded: bool) -> dict[str, float]:
     """The resources that Ray reserves for some slots of one node; Ray refuses an empty bundle."""
     each = {"GPU": request.gpus_per_worker, PLACE: 1} if is_embedded else request.each

@@ -20,6 +20,8 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayE
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bandmaster import contract
+from bandmaster.backends.ray.agents import host_lost
+from bandmaster.backends.ray.backend import is_lost
 from bandmaster.backends.ray.session import START_TIMEOUT_S, RaySession
 from bandmaster.codec import Payload
 from bandmaster.contract import (
@@ -149,14 +151,14 @@ class ActorWorkers:
 
     def _open(self, ranks: Sequence[int]) -> None:
         """Prepare actors that have begun, and open lanes to those on this host."""
-        unordered = []
+        unordered = {}
         for rank in ranks:
             context = self._launch.context(rank, self._infos[rank].device)
             environment = {**self._overwritten(), **self._launch.variables, **context.environment(), **self._rendezvous}
             environment["RAY_LOCAL_RANK"] = str(context.local_rank)
             prepared = self.actors[rank].bandmaster_prepare.remote(context, environment, sys.path)
             if self._infos[rank].overlaps:
-                unordered.append(prepared)
+                unordered[prepared] = rank
         self._unanswered(unordered, START_TIMEOUT_S)  # Ray could begin their constructors before
         self._connect([rank for rank in ranks if self._is_near(rank) and not self._infos[rank].overlaps])
 
@@ -169,7 +171,7 @@ class ActorWorkers:
 
         Raises:
             CallTimeout: They did not start within the launch's ``start_timeout_s``.
-            PlacementError: They did not start within `START_TIMEOUT_S`.
+            PlacementError: They did not start within `START_TIMEOUT_S`, or their host is lost.
             WorkerDied: An actor died as it started.
             ConstructorError: An actor's start raised.
         """
@@ -179,9 +181,9 @@ class ActorWorkers:
             output = launch.output_file(rank)
             asked[self.actors[rank].bandmaster_begin.remote(launch.uses_gpu, identity, here, output)] = rank
         limit_s = START_TIMEOUT_S if launch.start_timeout_s is None else min(launch.start_timeout_s, START_TIMEOUT_S)
-        missing = self._unanswered(list(asked), limit_s)
+        missing = self._unanswered(asked, limit_s)
         if missing and limit_s < START_TIMEOUT_S:
-            raise launch.late(sorted(asked[reference] for reference in missing), "Ray has not started their actors")
+            raise launch.late(sorted(missing), "Ray has not started their actors")
         if missing:
             raise PlacementError(
                 f"{len(missing)} of {len(asked)} actors of {self._group} did not start within {START_TIMEOUT_S:g} s; "
@@ -190,20 +192,31 @@ class ActorWorkers:
         replies = {rank: self.fetch(RayTicket(reference, rank, 0)) for reference, rank in asked.items()}
         failures = {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}
         if failures:
+            self._check_hosts(list(failures))
             where = {rank: launch.mesh.coordinates(rank) for rank in failures}
             has_died = any(failure.kind is FailureKind.DIED for failure in failures.values())
             kind = WorkerDied if has_died else ConstructorError
             raise kind(launch.constructor, failures, where, launch.group, launch.mesh.shown_axes)
         return replies
 
-    @staticmethod
-    def _unanswered(references: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Wait until all ObjectRefs are ready or the time is over. Returns those that are not ready."""
-        deadline, ready, waiting = time.monotonic() + timeout_s, [], list(references)
+    def _unanswered(self, asked: Mapping[Any, int], timeout_s: float) -> list[int]:
+        """Wait until all ObjectRefs are ready or the time is over. Returns the ranks of those that are not ready.
+
+        Raises:
+            PlacementError: The host of one of these ranks is lost.
+        """
+        deadline, waiting = time.monotonic() + timeout_s, list(asked)
         while waiting and time.monotonic() < deadline:
-            more, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(1.0, timeout_s))
-            ready += more
-        return waiting
+            waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(1.0, timeout_s))[1]
+            self._check_hosts([asked[reference] for reference in waiting])
+        return [asked[reference] for reference in waiting]
+
+    def _check_hosts(self, ranks: Sequence[int]) -> None:
+        """Raise PlacementError if Ray says that the host of the slot of one of these ranks is lost."""
+        slots = self._launch.slots
+        for rank in ranks:
+            if is_lost(slots[rank].reservation.groups[slots[rank].node]):
+                raise host_lost(rank)
 
     def _connect(self, ranks: Sequence[int]) -> None:
         """Open lanes to workers on this host. If that fails, their calls go by actor tasks."""
@@ -237,7 +250,12 @@ class ActorWorkers:
             return listener.accept(ranks, CONNECT_TIMEOUT_S, refusing)
 
     def replace(self, rank: int) -> None:
-        """Kill the actor of a rank and start a new one on its slot."""
+        """Kill the actor of a rank and start a new one on its slot.
+
+        Raises:
+            PlacementError: Its host is lost; nothing was done.
+        """
+        self._check_hosts([rank])
         if rank in self.actors:
             self._kill([rank], REPLACED, FailureKind.DIED)
         try:
