@@ -65,10 +65,26 @@ def test_groups_on_one_pool_share_its_devices_in_order(ray_cluster, each):
         assert {name for _, name in one.look()} == {"cpu"}, "Ray only pretends to have GPUs here"
 
 
-def test_environment_variables_of_a_class_wrapped_by_ray_remote_reach_its_workers(ray_cluster):
-    wrapped = ray_cluster.remote(runtime_env={"env_vars": {"MINE": "yes"}})(Look)
-    with bm.ResourcePool([1], backend="ray", preload=[]) as pool:
-        assert bm.WorkerGroup(pool, wrapped).execute_all_sync("mine") == ["yes"]
+def test_environment_variables_of_a_class_wrapped_by_ray_remote_reach_its_workers_as_ray_expands_them(ray_cluster):
+    class Shows(bm.Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def variables(self):
+            return dict(os.environ)
+
+    asked = {
+        "MINE": "yes",
+        "PATH": "/mine:${PATH}",
+        "BOTH": "$MINE, ${NOWHERE}${HOME}, $nowhere, 5 $",
+        "OURS": "theirs",
+    }
+    wrapped = ray_cluster.remote(runtime_env={"env_vars": asked})(Shows)
+    with bm.ResourcePool([1], backend="ray", preload=[], env={"OURS": "${HOME}"}) as pool:
+        (found,) = bm.WorkerGroup(pool, wrapped).variables()
+    shows = ray_cluster.remote(num_cpus=0, runtime_env={"env_vars": asked})(lambda: dict(os.environ))
+    of_ray = ray_cluster.get(shows.remote())
+    assert found["PATH"] == f"/mine:{os.environ['PATH']}"
+    assert [found[name] for name in ("MINE", "BOTH")] == [of_ray[name] for name in ("MINE", "BOTH")]
+    assert found["OURS"] == "${HOME}", "the pool's own are literal"
 
 
 def test_a_working_directory_of_a_class_is_that_of_its_workers(ray_cluster, tmp_path):
@@ -79,11 +95,11 @@ def test_a_working_directory_of_a_class_is_that_of_its_workers(ray_cluster, tmp_
 
     with zipfile.ZipFile(tmp_path / "files.zip", "w") as archive:
         archive.writestr("files/note.txt", "from the working directory")
-    env = {"working_dir": f"file://{tmp_path}/files.zip", "env_vars": {"MINE": "yes"}}
+    env = {"working_dir": f"file://{tmp_path}/files.zip", "env_vars": {"MINE": "${HOME}/mine"}}
     wrapped = ray_cluster.remote(runtime_env=env)(Reads)
     with bm.ResourcePool([2], backend="ray", preload=[]) as pool:
         group = bm.WorkerGroup(pool, wrapped)
-        assert group.read() == [("from the working directory", "yes", rank) for rank in (0, 1)]
+        assert group.read() == [("from the working directory", f"{os.environ['HOME']}/mine", rank) for rank in (0, 1)]
         assert bm.WorkerGroup(pool, Look).execute_all_sync("mine") == [None, None], "they are those of the class alone"
 
 

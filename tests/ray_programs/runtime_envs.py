@@ -40,11 +40,11 @@ with tempfile.TemporaryDirectory() as folder:
     module = Path(folder, "by_py_modules")
     module.mkdir()
     (module / "__init__.py").write_text("WORDS = 'from py_modules'\n")
-    of_job = {"py_modules": [str(module)], "env_vars": {"MINE": "job"}}
+    of_job = {"py_modules": [str(module)], "env_vars": {"MINE": "job${HOME}"}}
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=of_job)
     with bm.ResourcePool([2], backend="ray") as pool:
         group = bm.WorkerGroup(pool, Imports)
-        assert group.said("by_py_modules") == [("from py_modules", "job")] * 2
+        assert group.said("by_py_modules") == [("from py_modules", f"job{os.environ['HOME']}")] * 2
         assert group.task("by_py_modules") == ["from py_modules"] * 2
         group.close()
         if find_spec("virtualenv") is not None:  # which Ray needs for this

@@ -20,6 +20,10 @@ class Where(bm.Worker):
         return starter, self.node_rank, self.local_rank, self.local_world_size, int(os.environ["CUDA_VISIBLE_DEVICES"])
 
     @register(Dispatch.ONE_TO_ALL)
+    def mine(self):
+        return os.environ["MINE"]
+
+    @register(Dispatch.ONE_TO_ALL)
     def environment(self):
         return [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
 
@@ -45,7 +49,10 @@ def main():
             assert {env[1] for env in group.environment()} == {3}
             parts = bm.split_resource_pool(pool, [1, 2])
             assert [part.process_on_nodes for part in parts] == ([(1,), (1, 1)] if shape == [2, 1] else [(1,), (2,)])
-            assert [s[1:] for s in bm.WorkerGroup(parts[1], Where).look()] == (
+            wrapped = ray.remote(runtime_env={"env_vars": {"MINE": "${HOME}/mine"}})(Where)
+            group = bm.WorkerGroup(parts[1], wrapped)
+            assert group.mine() == [f"{os.environ['HOME']}/mine"] * 2
+            assert [s[1:] for s in group.look()] == (
                 [(0, 0, 1, 1), (1, 0, 1, 0)] if shape == [2, 1] else [(0, 0, 2, 0), (0, 1, 2, 1)]
             )
 

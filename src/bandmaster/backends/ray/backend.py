@@ -7,6 +7,7 @@ import functools
 import gc
 import json
 import os
+import re
 import socket
 import time
 import uuid
@@ -44,6 +45,7 @@ from bandmaster.platform.settings import CONTROLLERS_RAY
 POLL_S = 0.1  # Ray has no event for "a resource became free"
 LOOK_S = 0.5  # how often to look whether the user has left Ray, or it has ended, of which Ray tells nobody
 _UNIQUE = " #"  # begins the suffix that makes the name of a placement group unique; messages omit the suffix
+_REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")  # to an environment variable
 _BY_POOL = (
     "the pool decides about it: use_gpu=, gpus_per_worker=, cpus_per_worker= and resources_per_worker= of ResourcePool"
 )
@@ -263,9 +265,11 @@ class RayBackend:
         for slot in launch.slots:
             slot.reservation.session.check(f"pool {slot.reservation.name!r}")
         nodes = [slot.reservation.nodes[slot.node] for slot in launch.slots]
-        variables, runtime_env = _environment(launch.options.get("runtime_env"))
-        launch = replace(launch, variables={**variables, **launch.env, **launch.variables})
-        if not runtime_env and set(nodes) == {ray.get_runtime_context().get_node_id()}:
+        ours, variables, runtime_env = _environment(launch.options.get("runtime_env"))
+        is_here = not runtime_env and set(nodes) == {ray.get_runtime_context().get_node_id()}
+        known = _expanded(variables) if is_here else _plain(variables)  # Ray sets the others in agents
+        launch = replace(launch, variables={**ours, **known, **launch.env, **launch.variables})
+        if is_here:
             place = self._place(launch, range(len(nodes)), ray.util.get_node_ip_address())
             workers = self.local.start_ranks(launch, place, [slot.reservation for slot in launch.slots])
             raylet = _raylet(ray.get_runtime_context().get_node_id())
@@ -276,7 +280,9 @@ class RayBackend:
         for rank, node in enumerate(nodes):
             ranks.setdefault(node, []).append(rank)
         asked = dict(launch.options.get("runtime_env") or {})
-        env = json.dumps(asked, sort_keys=True) if asked.keys() - {"env_vars"} else ""  # variables need no agent
+        theirs = asked.get("env_vars", {})
+        needs_own = asked.keys() - {"env_vars"} or _plain(theirs) != theirs  # plain variables need no agent
+        env = json.dumps(asked, sort_keys=True) if needs_own else ""
         return self.agents.start(
             launch, {AgentKey(node, env): self._place(launch, mine) for node, mine in ranks.items()}
         )
@@ -380,8 +386,8 @@ def _holders_by_node() -> dict[str, list[str]]:
     return holders
 
 
-def _environment(asked: Mapping[str, Any] | None) -> tuple[dict[str, str], dict[str, Any]]:
-    """Environment variables of workers, by which they find Ray and that ``runtime_env`` asks for, and the rest of it.
+def _environment(asked: Mapping[str, Any] | None) -> tuple[dict[str, str], dict[str, str], dict[str, Any]]:
+    """The variables by which workers find Ray, those that ``runtime_env`` asks for, and the rest of it.
 
     Args:
         asked: The ``runtime_env`` of the class. That of the job is added.
@@ -390,12 +396,28 @@ def _environment(asked: Mapping[str, Any] | None) -> tuple[dict[str, str], dict[
     # `ray job submit` has prepared this process with what it was given as the job's
     of_job = {} if "RAY_JOB_CONFIG_JSON" in os.environ else dict(context.runtime_env)
     merged = {**of_job, **dict(asked or {})}
-    variables = {**of_job.get("env_vars", {}), **dict(asked or {}).get("env_vars", {})}
+    jobs = of_job.get("env_vars", {})
+    if context.worker.mode == ray.WORKER_MODE:  # Ray has expanded the others in this process
+        jobs = _plain(jobs)
+    variables = {**jobs, **dict(asked or {}).get("env_vars", {})}
     hook = merged.pop(SETUP_HOOK) if is_name(merged.get(SETUP_HOOK)) else None
     rest = {name: value for name, value in merged.items() if name not in ("env_vars", "_ray_commit") and value}
     said = {"namespace": context.namespace, "runtime_env": dict(context.runtime_env), "hook": hook}
     found = {"RAY_ADDRESS": context.gcs_address, CONTROLLERS_RAY: json.dumps(said)}
-    return {**found, **variables}, rest
+    return found, variables, rest
+
+
+def _plain(asked: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables in which Ray expands nothing."""
+    return {name: value for name, value in asked.items() if "$" not in value}
+
+
+def _expanded(asked: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables as Ray sets them in its processes, in this order; ``${NAME}`` stands for another one."""
+    known = dict(os.environ)
+    for name, value in sorted(asked.items()):
+        known[name] = _REFERENCE.sub(lambda found: known.get(found[1] or found[2], found[0] if found[1] else ""), value)
+    return {name: known[name] for name in asked}
 
 
 @functools.lru_cache(maxsize=1)
