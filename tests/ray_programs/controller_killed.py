@@ -1,13 +1,16 @@
-"""A controller that is killed leaves nothing on a cluster that goes on: no actor, no placement group, no process."""
+"""A controller that is killed leaves nothing on a cluster that goes on: no actor, no process, no slot that is needed."""
 
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import ray
+
+import bandmaster as bm
 
 sys.path.append(str(Path(__file__).parents[1]))
 from clock import idle_time
@@ -66,8 +69,20 @@ def main():
     print(f"nothing left after {idle_time() - killed:.1f} s")
 
 
+@ray.remote(num_cpus=0, max_retries=1)
+def controller_in_a_task(mark):
+    with bm.ResourcePool([4], backend="ray", placement_timeout=30) as pool:
+        pool.reserve()
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)  # Ray runs the task again
+    return "done"
+
+
 try:
     main()
+    with tempfile.TemporaryDirectory() as folder:
+        assert ray.get(controller_in_a_task.remote(Path(folder, "mark"))) == "done"
 finally:
     ray.shutdown()
     cluster.shutdown()

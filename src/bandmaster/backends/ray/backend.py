@@ -19,6 +19,7 @@ from typing import Any
 
 import ray
 from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.core.generated.gcs_pb2 import WorkerTableData
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -45,6 +46,7 @@ from bandmaster.platform.settings import CONTROLLERS_RAY
 POLL_S = 0.1  # Ray has no event for "a resource became free"
 LOOK_S = 0.5  # how often to look whether the user has left Ray, or it has ended, of which Ray tells nobody
 _UNIQUE = " #"  # begins the suffix that makes the name of a placement group unique; messages omit the suffix
+N_UNIQUE = 32  # characters of the suffix before Ray's id of the process that has made the group
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")  # to an environment variable
 _BY_POOL = (
     "the pool decides about it: use_gpu=, gpus_per_worker=, cpus_per_worker= and resources_per_worker= of ResourcePool"
@@ -71,7 +73,7 @@ class PlacementGroups(list[PlacementGroup]):
         self._names: list[str] = []
         self._session = RaySession()
         self._end = weakref.finalize(self, _remove, self._names, self._session)
-        self._end.atexit = False  # Ray removes them
+        self._end.atexit = False  # Ray removes them with their job, and `_remove_orphans` those that a task leaves
 
     def __reduce__(self) -> tuple[object, ...]:
         return tuple, (tuple(self),)
@@ -85,7 +87,8 @@ class PlacementGroups(list[PlacementGroup]):
             node: Ray's id of the node that they are to be on.
             life: Its lifetime, as Ray calls it.
         """
-        self._names.append(f"{name}{_UNIQUE}{uuid.uuid4().hex}")
+        maker = "" if life else self._session.worker  # those that outlive it have none
+        self._names.append(f"{name}{_UNIQUE}{uuid.uuid4().hex}{maker}")
         labels = [{"ray.io/node-id": node}] * len(bundles)
         made = placement_group(list(bundles), "STRICT_PACK", self._names[-1], life, bundle_label_selector=labels)
         self.append(made)
@@ -98,6 +101,16 @@ class PlacementGroups(list[PlacementGroup]):
     def keep(self) -> None:
         """Leave them to whoever knows their names."""
         self._end.detach()
+
+
+def _remove_orphans() -> None:
+    """Remove placement groups whose maker has died. Ray keeps those of a task or actor until their job ends."""
+    workers = ray._private.state.state._connect_and_get_accessor()
+    for key, group in placement_group_table().items():
+        maker = group["name"].partition(_UNIQUE)[2][N_UNIQUE:]
+        found = workers.get_worker_info(ray.WorkerID.from_hex(maker)) if maker and group["state"] != "REMOVED" else None
+        if found is not None and not WorkerTableData.FromString(found).is_alive:
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(key)))
 
 
 def _remove(names: Sequence[str], session: RaySession) -> None:
@@ -213,6 +226,7 @@ class RayBackend:
                     return reservation
             elif (now := time.monotonic()) >= collects_at:
                 gc.collect()  # dropped pools hold their slots as long as they are in cycles
+                _remove_orphans()
                 collects_at = now + max(1.0, now - begin)  # it takes a while; a pool may be dropped meanwhile
             if time.monotonic() >= deadline:
                 raise cannot_place(request, nodes, waited_s=timeout_s)

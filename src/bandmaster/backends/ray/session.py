@@ -30,10 +30,14 @@ _NO_CLIENT = (
 
 
 class RaySession:
-    """A connection of this process to Ray, from `ray.init` to `ray.shutdown`. It is not valid in forks."""
+    """A connection of this process to Ray, from `ray.init` to `ray.shutdown`. It is not valid in forks.
+
+    Attributes:
+        worker: Ray's id of this process in it.
+    """
 
     def __init__(self) -> None:
-        self._worker, self._n_forks = ray.get_runtime_context().get_worker_id(), n_forks()
+        self.worker, self._n_forks = ray.get_runtime_context().get_worker_id(), n_forks()
 
     def __reduce__(self) -> tuple[object, ...]:
         return RaySession, ()  # in another process it is the connection of that process
@@ -43,7 +47,7 @@ class RaySession:
         """Whether Ray uses this connection. If not, Ray's calls start an instance, reach another, or hang in a fork."""
         if self._n_forks != n_forks() or not ray.is_initialized():
             return False
-        return bool(ray.get_runtime_context().get_worker_id() == self._worker)
+        return bool(ray.get_runtime_context().get_worker_id() == self.worker)
 
     def check(self, what: str) -> None:
         """Check that Ray can still be called for a pool or group that was made in this session.
