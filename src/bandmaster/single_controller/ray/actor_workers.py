@@ -541,9 +541,9 @@ class ActorWorkers:
 
     def _how_it_died(self, rank: int) -> Failure:
         error = self._told.get(rank) or self._last_words(rank)
-        summary = "its process has ended" if error is None else f"{type(error).__name__}: {error}".strip()
         if not self._session.is_current:
-            summary = self._session.ended(self._group)
+            return Failure(FailureKind.DIED, self._session.ended(self._group))
+        summary = "its process has ended" if error is None else f"{type(error).__name__}: {error}".strip()
         return self._death(rank, summary, self._last_errors(rank))
 
     def _death(self, rank: int, why: str, last_errors: str = "") -> Failure:
