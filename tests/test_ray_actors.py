@@ -347,10 +347,13 @@ def test_a_rank_that_is_busy_for_others_is_not_ended_with_a_call_that_failed(ray
 
 def test_worker_names_can_be_taken_once(ray_cluster):
     with pool_of(1) as pool:
-        kept = group_of(pool, Big, name_prefix="same")
+        kept, start = group_of(pool, Big, name_prefix="same"), time.monotonic()
         with pytest.raises(bm.UsageError, match="give every group a name of its own"):
             group_of(pool, Big, name_prefix="same")
+        assert time.monotonic() - start < 9, "it does not wait for Ray to free the name, as after a group has ended"
         assert len(kept.look()) == 1
+        kept.close()
+        assert len(group_of(pool, Big, name_prefix="same").look()) == 1
 
 
 class Rows(bm.Worker):

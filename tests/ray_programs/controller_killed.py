@@ -1,4 +1,4 @@
-"""A controller that is killed leaves nothing on a cluster that goes on: no actor, no process, no slot that is needed."""
+"""A controller that is killed leaves no actor, no process and no slot that others need on a cluster that goes on."""
 
 import os
 import signal

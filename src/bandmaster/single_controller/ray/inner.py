@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 import uuid
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ from bandmaster.turns.turns import TurnTaker
 __all__ = ["AttachedGroup", "StartedGroup", "check_backend", "nsight_options", "variables_of"]
 
 ENDED = "the group was closed by its owner"
-_used_names: set[str] = set()  # every name that a group of this process has had: Ray frees names of actors late
+_named: dict[str, weakref.ref[StartedGroup]] = {}  # by name, the last group of actors: Ray frees their names late
 
 PROTECTED = ("WORLD_SIZE", "RANK", "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -66,15 +67,19 @@ class StartedGroup(CoreGroup):
         variables = {**self._variables, "WG_PREFIX": launch.group.removesuffix(launch.class_name)}
         launch = replace(launch, options=options, variables=variables)
         if self._pool._lease.backend == ACTORS:
+            former = _named.get(launch.group)
+            has_name = former and former()
+            is_taken = has_name is not None and has_name is not self and has_name._ownership.is_open
+            if not is_taken:
+                _named[launch.group] = weakref.ref(self)
             launch = ActorLaunch.of(
                 launch,
                 worker_class=self._cls,
                 uses_gpu=self._pool.use_gpu,
                 bundle=launch.slots[0].reservation.groups[launch.slots[0].node].bundle_specs[0],
                 is_detached=self._is_detached,
-                is_again=launch.group in _used_names,
+                is_again=former is not None and not is_taken,
             )
-        _used_names.add(launch.group)
         super()._start(launch)
 
     def _turn_taker(self) -> TurnTaker:
