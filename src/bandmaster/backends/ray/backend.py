@@ -19,7 +19,6 @@ from typing import Any
 
 import ray
 from ray.autoscaler.v2.sdk import get_cluster_status
-from ray.core.generated.gcs_pb2 import WorkerTableData
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -46,7 +45,9 @@ from bandmaster.platform.settings import CONTROLLERS_RAY
 POLL_S = 0.1  # Ray has no event for "a resource became free"
 LOOK_S = 0.5  # how often to look whether the user has left Ray, or it has ended, of which Ray tells nobody
 _UNIQUE = " #"  # begins the suffix that makes the name of a placement group unique; messages omit the suffix
-N_UNIQUE = 32  # characters of the suffix before Ray's id of the process that has made the group
+N_UNIQUE = (
+    32  # characters of the suffix before Ray's id of the process of the task or actor that made the group, if one did
+)
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")  # to an environment variable
 _BY_POOL = (
     "the pool decides about it: use_gpu=, gpus_per_worker=, cpus_per_worker= and resources_per_worker= of ResourcePool"
@@ -87,7 +88,8 @@ class PlacementGroups(list[PlacementGroup]):
             node: Ray's id of the node that they are to be on.
             life: Its lifetime, as Ray calls it.
         """
-        maker = "" if life else self._session.worker  # those that outlive it have none
+        has_maker = life is None and ray.get_runtime_context().worker.mode == ray.WORKER_MODE
+        maker = self._session.worker if has_maker else ""
         self._names.append(f"{name}{_UNIQUE}{uuid.uuid4().hex}{maker}")
         labels = [{"ray.io/node-id": node}] * len(bundles)
         made = placement_group(list(bundles), "STRICT_PACK", self._names[-1], life, bundle_label_selector=labels)
@@ -104,12 +106,12 @@ class PlacementGroups(list[PlacementGroup]):
 
 
 def _remove_orphans() -> None:
-    """Remove placement groups whose maker has died. Ray keeps those of a task or actor until their job ends."""
-    workers = ray._private.state.state._connect_and_get_accessor()
-    for key, group in placement_group_table().items():
+    """Remove placement groups of tasks and actors whose processes have died: Ray waits until their job ends."""
+    groups = placement_group_table()
+    living = ray._private.state.workers()  # after the groups, whose makers are listed before they make them
+    for key, group in groups.items():
         maker = group["name"].partition(_UNIQUE)[2][N_UNIQUE:]
-        found = workers.get_worker_info(ray.WorkerID.from_hex(maker)) if maker and group["state"] != "REMOVED" else None
-        if found is not None and not WorkerTableData.FromString(found).is_alive:
+        if maker and maker not in living and group["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(key)))
 
 
