@@ -68,8 +68,8 @@ class StartedGroup(CoreGroup):
         launch = replace(launch, options=options, variables=variables)
         if self._pool._lease.backend == ACTORS:
             former = _named.get(launch.group)
-            has_name = former and former()
-            is_taken = has_name is not None and has_name is not self and has_name._ownership.is_open
+            holder = None if former is None else former()
+            is_taken = holder is not None and holder is not self and holder._ownership.is_open
             if not is_taken:
                 _named[launch.group] = weakref.ref(self)
             launch = ActorLaunch.of(
