@@ -45,9 +45,7 @@ from bandmaster.platform.settings import CONTROLLERS_RAY
 POLL_S = 0.1  # Ray has no event for "a resource became free"
 LOOK_S = 0.5  # how often to look whether the user has left Ray, or it has ended, of which Ray tells nobody
 _UNIQUE = " #"  # begins the suffix that makes the name of a placement group unique; messages omit the suffix
-N_UNIQUE = (
-    32  # characters of the suffix before Ray's id of the process of the task or actor that made the group, if one did
-)
+N_UNIQUE = 32  # characters of the suffix, before Ray's id of the process that made the group if that is no driver
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")  # to an environment variable
 _BY_POOL = (
     "the pool decides about it: use_gpu=, gpus_per_worker=, cpus_per_worker= and resources_per_worker= of ResourcePool"
