@@ -1360,6 +1360,13 @@ def test_cancel_of_the_group_cancels_its_requests(group, gate):
     assert group.chat("a").result(DEADLINE)[1] == "aa"
 
 
+def test_cancel_of_the_group_counts_no_request_that_was_cancelled_before(group, gate):
+    future = group.hold(gate.folder, "0")
+    gate.wait_for("0")
+    future.cancel()
+    assert group.cancel() == 0
+
+
 def test_closing_a_group_ends_its_requests(make_group, gate):
     group = make_group(2, Rollout)
     futures = [group.hold(gate.folder, str(n)) for n in range(2)]

@@ -558,9 +558,11 @@ class Program:
     def check_taken(self, token: int, rank: int, taken: Any) -> None:
         """What a call takes is what was passed, from its begin to its end."""
         sent = self.by_token.get(token)
+        if sent is None:  # it is over for its caller, who was told that the rank has died, or is about to
+            return
         for number, array in enumerate(taken):
             expected: Any = np.array(token)
-            if sent is not None and sent.parents:
+            if sent.parents:
                 ids = sent.parents[number].ids if sent.taken is None else sent.taken
                 expected = (ids if sent.is_request else share_of(ids, rank, self.kind.n_ranks))[:, None]
             is_right = array is None or (

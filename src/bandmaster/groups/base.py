@@ -263,7 +263,8 @@ class AnyGroup(metaclass=ABCMeta):
         have ended when they are submitted.
 
         Returns:
-            The number of calls that were cancelled. A stream counts as one call, and so does a map.
+            The number of calls that were cancelled. A stream counts as one call, and so do a map, and all requests of
+            a method.
 
         Raises:
             ClosedError: The group was closed.

@@ -424,11 +424,12 @@ class Router:
         self.waiting.clear()
 
     def cancel(self) -> bool:
-        """Cancel all open requests but for those of maps."""
+        """Cancel all open requests but for those of maps. Returns whether nobody had cancelled one of them before."""
+        is_new = False
         for request in reversed(self.open_requests()):  # those that wait first, so that none is sent meanwhile
-            if request.tell_map is None:
-                request.cancel()
-        return True
+            if request.tell_map is None and not request.is_cancelled:
+                is_new |= request.cancel()
+        return is_new
 
 
 def _take(batch: Sequence[Request], rank: int, tickets: Sequence[Ticket]) -> None:
