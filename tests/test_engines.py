@@ -3,12 +3,14 @@
 import importlib
 from contextlib import contextmanager
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from by_value import sent_by_value
+from byte_engine import ByteEngine
 from engine_contract import *  # noqa: F403  # its tests are of this module
 from engine_contract import Kit, Reference, Source
 from installed import has_vllm
@@ -89,6 +91,16 @@ def test_prompts_may_be_columns_of_any_kind(engine, column):
 def test_rows_have_log_probs_if_they_are_asked_for_also_where_there_are_none(engine, prompts, logprobs):
     rows = engine.generate({"prompt": prompts}, replace(GREEDY, logprobs=logprobs))
     assert len(rows["answer"]) == len(prompts) and ("log_probs" in rows) == (logprobs == 0)
+
+
+class Silent(ByteEngine):
+    async def answers(self, prompt, sampling):
+        return [rl.Answer([1, 2], None, [0, 0], "stop")]
+
+
+def test_rows_of_an_engine_without_log_probs_have_no_column_of_them(make_group):
+    rows = make_group(1, Silent).generate({"prompt": [[1], [2]]}, Sampling(max_tokens=2))
+    assert "log_probs" not in rows and [list(answer) for answer in rows["answer"]] == [[1, 2], [1, 2]]
 
 
 # --- requests of servers ---
@@ -192,6 +204,11 @@ def test_a_sampling_may_have_numbers_of_numpy():
     assert Sampling(seed=(1 << 64) - 1).seed == (1 << 64) - 1
     with pytest.raises(bm.UsageError, match="stop_token_ids of Sampling takes token ids"):
         Sampling(stop_token_ids=np.array([[1, 2]]))
+    for value in (Fraction(10**400), np.longdouble("1e4000")):
+        with pytest.raises(bm.UsageError, match="temperature of Sampling must be a number of 0 or more"):
+            Sampling(temperature=value)
+    with pytest.raises(bm.UsageError, match="top_p of Sampling must be above 0"):
+        Sampling(top_p=Fraction(1, 10**400))
 
 
 def test_padded_columns():

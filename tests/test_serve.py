@@ -391,6 +391,8 @@ def test_turns_of_a_session_go_to_one_replica(engine, endpoint):
         for turn in range(5):
             chat(client, [{"role": "user", "content": f"turn {turn}"}], prompt_cache_key="by the body")
     assert sorted(started(engine) - before) == [0, 5]
+    with client_of(endpoint, default_headers={"X-Session-ID": "by the header"}) as client:  # the others do not matter
+        chat(client, HELLO, prompt_cache_key="a" * 300)
 
 
 def test_forgotten_conversations_are_rendered_anew(engine):
@@ -625,7 +627,7 @@ def test_an_open_address_needs_a_key(engine):
         ({"n": 1000}, "n", "from 1 to 128"),
         ({"n": 2, "temperature": 0}, "n", "all answers are equal"),
         ({"stop": ""}, "stop", "not empty"),
-        ({"session_id": ""}, "session_id", "a text of 1 to 256 characters, got ''"),
+        ({"session_id": ""}, "session_id", "a text of 1 to 256 characters, got 0"),
         ({"prompt_cache_key": "a" * 300}, "prompt_cache_key", "a text of 1 to 256 characters"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),

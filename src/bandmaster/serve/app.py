@@ -26,13 +26,14 @@ from starlette.types import Receive, Scope, Send
 
 from bandmaster.serve import limits
 from bandmaster.serve.errors import LIMIT, APIError, HungUp, api_error, invalid, unavailable
-from bandmaster.serve.fields import MOST_NAME, Asked, chat_of, check_model, completion_of
+from bandmaster.serve.fields import Asked, chat_of, check_model, completion_of
 from bandmaster.serve.options import Options
 from bandmaster.serve.responses import DONE, Form, as_json, event
 from bandmaster.serve.service import Service
 
 T = TypeVar("T")
 SESSION = "X-Session-ID"  # the header that vLLM's router reads as well
+MOST_NAME = 256  # characters of it
 NOT_ANSWERED = 499  # in the metrics: the client hung up
 
 
@@ -185,7 +186,7 @@ class Reply:
         if not self.has_begun:
             self.has_begun = True
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._unless_stalled(self._send({"type": "http.response.start", "status": 200, "headers": headers}))
         message = {"type": "http.response.body", "body": data, "more_body": not is_last}
         await self._unless_stalled(self._send(message))
 
@@ -206,12 +207,10 @@ class Reply:
 
 def _with_session(asked: Asked, request: Request) -> Asked:
     header = request.headers.get(SESSION)
-    if header is None:
-        return asked
-    session = _utf8(header)
-    if not 0 < len(session) <= MOST_NAME:
-        raise invalid(f"the name of a session has 1 to {MOST_NAME} characters, got {len(session)}", SESSION)
-    return replace(asked, session=session)
+    session, field = (asked.session, asked.session_field) if header is None else (_utf8(header), SESSION)
+    if session is not None and not 0 < len(session) <= MOST_NAME:
+        raise invalid(f"{field} must be a text of 1 to {MOST_NAME} characters, got {len(session)}", field)
+    return asked if session == asked.session else replace(asked, session=session)
 
 
 def _utf8(header: str) -> str:

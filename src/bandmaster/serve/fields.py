@@ -19,7 +19,6 @@ from bandmaster.serve.messages import checked_messages, checked_tools
 
 Body = Mapping[str, Any]
 MOST_CHOICES, MOST_PROMPTS, MOST_TOP, MOST_STOPS = 128, 256, 20, 16
-MOST_NAME = 256  # characters of the name of a session
 LARGEST = 1e308  # of a number: JSON has whole ones that no float can hold
 LONGEST = 18  # of a token id, in digits: Python reads no number of thousands
 
@@ -54,7 +53,6 @@ def _is_bias(value: Any) -> bool:
 
 
 TEXT = (lambda v: isinstance(v, str)), "a text"
-SESSION = (lambda v: isinstance(v, str) and 0 < len(v) <= MOST_NAME), f"a text of 1 to {MOST_NAME} characters"
 FLAG = (lambda v: isinstance(v, bool)), "true or false"
 OBJECT = (lambda v: isinstance(v, dict)), "an object"
 ANYTHING = (lambda v: True), ""
@@ -94,8 +92,8 @@ COMMON = {
     "stream_options": OBJECT,
     "max_tokens": _whole(1),
     "return_token_ids": FLAG,
-    "session_id": SESSION,
-    "prompt_cache_key": SESSION,
+    "session_id": TEXT,
+    "prompt_cache_key": TEXT,
     # of no meaning here
     "user": TEXT,
     "safety_identifier": TEXT,
@@ -152,6 +150,7 @@ class Asked:
         has_ids: Whether it wants token ids and versions.
         is_one_call: Whether it wants at most one tool call.
         session: The session that it names.
+        session_field: The field that names it.
     """
 
     prompts: Sequence[Prompt]
@@ -163,6 +162,7 @@ class Asked:
     has_ids: bool
     is_one_call: bool
     session: str | None
+    session_field: str
 
 
 def chat_of(body: Body, defaults: Sampling, max_model_len: int, is_recorded: bool) -> Asked:
@@ -250,6 +250,7 @@ def _asked(
     stream_options = _checked(given.get("stream_options", {}), STREAM_OPTIONS, "stream_options.")
     if stream_options and not given.get("stream"):
         raise invalid("stream_options needs stream to be true", "stream_options")
+    session_field = "session_id" if "session_id" in given else "prompt_cache_key"
     return Asked(
         prompts=prompts,
         sampling=made,
@@ -259,7 +260,8 @@ def _asked(
         n_top=n_top or 0,
         has_ids=given.get("return_token_ids", False),
         is_one_call=False,
-        session=given.get("session_id", given.get("prompt_cache_key")),
+        session=given.get(session_field),
+        session_field=session_field,
     )
 
 

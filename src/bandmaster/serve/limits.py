@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
+import contextlib
+import fcntl
 import hmac
 import json
 import math
+import termios
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, NoReturn, TypeVar
@@ -132,7 +136,7 @@ async def unless_stalled(sending: Awaitable[None], scope: Scope, timeout_s: floa
 
     def check() -> None:
         nonlocal is_stalled, left, timer
-        now = 0 if transport is None else transport.get_write_buffer_size()
+        now = 0 if transport is None else _left(transport)
         if now < left:
             left, timer = now, loop.call_later(timeout_s, check)
         else:
@@ -242,16 +246,19 @@ class Connections:
 
     def _start(self, client: Client) -> None:
         self._stop(client)
+        self._wait_for_more(client)
+
+    def _wait_for_more(self, client: Client) -> None:
         transport = self._open.get(client)
         if transport is not None:
-            left = transport.get_write_buffer_size()  # of the answer to the request before
+            left = _left(transport)  # of the answer to the request before
             self._timers[client] = asyncio.get_running_loop().call_later(self._timeout_s, self._late, client, left)
 
     def _late(self, client: Client, left: int) -> None:
         """Close a connection, whether or not what was written to it was taken, unless it has taken some of that."""
         transport = self._open[client]
-        if transport.get_write_buffer_size() < left:
-            self._start(client)
+        if _left(transport) < left:
+            self._wait_for_more(client)
         else:
             transport.abort()
 
@@ -265,6 +272,14 @@ class Connections:
 def _client(transport: asyncio.Transport) -> Client | None:
     name = transport.get_extra_info("peername")
     return (str(name[0]), int(name[1])) if isinstance(name, tuple | list) else None
+
+
+def _left(transport: asyncio.Transport) -> int:
+    """The bytes that were written to a client, and that it has yet to take: here, and in the buffer of the system."""
+    in_system = array.array("i", [0])
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # it was closed, or is no socket
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, in_system)
+    return transport.get_write_buffer_size() + in_system[0]
 
 
 def abort(scope: Scope) -> None:

@@ -92,7 +92,12 @@ class Service:
     async def start(self) -> None:
         """Ask the engines what they are, unless they have said so."""
         if not self.has_started:
-            self.facts = await self.group.facts()
+            try:
+                self.facts = await self.group.facts()
+            except RemoteError as error:
+                if not is_death(error):
+                    raise
+                self.facts = await self.group.facts()  # of another replica, as this one has reported its death
             self.model = self.options.model or self.facts.model
             self.has_started = True
 

@@ -117,7 +117,7 @@ def columns_of(answers: Sequence[Answer], has_log_probs: bool) -> dict[str, Any]
         "n_tokens": np.array([len(one.tokens) for one in answers], np.int64),
         "finish_reason": [one.finish_reason for one in answers],
     }
-    if has_log_probs:  # rather than whether answers have them, which no replica without rows could tell
+    if has_log_probs and all(one.log_probs is not None for one in answers):  # also without rows, as others have them
         columns["log_probs"] = [np.array(one.log_probs, np.float32) for one in answers]
     return columns
 

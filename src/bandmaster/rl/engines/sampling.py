@@ -95,10 +95,13 @@ class Sampling:
 
     def _number(self, name: str, is_valid: Any, what: str) -> None:
         value = getattr(self, name)
-        if not isinstance(value, Real) or isinstance(value, bool) or not is_valid(value):
+        try:
+            number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+        except OverflowError:
+            number = math.nan
+        if not is_valid(number):
             raise UsageError(f"{name} of Sampling must be {what}, got {value!r}")
-        if not isinstance(value, int):  # one of NumPy becomes Python's
-            object.__setattr__(self, name, float(value))
+        object.__setattr__(self, name, number)
 
     def _sequence(self, name: str, values: Any, as_valid: Any, what: str) -> None:
         listed = values.tolist() if hasattr(values, "tolist") else values
