@@ -1,6 +1,7 @@
 """Groups as arguments: a worker that was given a group calls it, and gets what the controller would get."""
 
 import asyncio
+import contextlib
 import math
 import multiprocessing
 import os
@@ -928,8 +929,22 @@ class Partner(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def ask(self, other, folder, way):
         self.meet(folder)
+        if way == "answer_items":
+            return list(other.answer_items.stream("a"))
         answer = getattr(other, way)("a")
         return answer if way == "answer_all" else answer.result()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def ask_in_two_threads(self, other, folder, way):
+        self.meet(folder)
+        answer = getattr(other, way)("a")
+
+        def give_up_soon():
+            with contextlib.suppress(bm.CallTimeout):
+                answer.result(0.5)
+
+        threading.Thread(target=give_up_soon).start()
+        return answer.result()
 
     @register(Dispatch.ONE_TO_ALL)
     def ask_on_a_busy_host(self, other, folder, way):
@@ -953,6 +968,10 @@ class Partner(bm.Worker):
     @register(Dispatch.REQUEST, concurrency=4)
     async def answer(self, word):
         return word
+
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def answer_items(self, word):
+        yield word
 
     @register(Dispatch.REQUEST)
     def answer_alone(self, word):
@@ -1003,6 +1022,8 @@ class Partner(bm.Worker):
         ("ask_async", ("answer", "answer_all")),
         ("ask_on_a_busy_host", ("answer_all", "answer_all")),
         ("ask", ("answer_alone", "answer_alone")),
+        ("ask", ("answer_items", "answer_items")),
+        ("ask_in_two_threads", ("answer", "answer")),
     ],
 )
 def test_two_calls_that_wait_for_each_other_are_found(backend, tmp_path, method, ways):

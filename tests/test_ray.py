@@ -74,7 +74,7 @@ def test_environment_variables_of_a_class_wrapped_by_ray_remote_reach_its_worker
     asked = {
         "MINE": "yes",
         "PATH": "/mine:${PATH}",
-        "BOTH": "$MINE, ${NOWHERE}${HOME}, $nowhere, 5 $",
+        "BOTH": "$MINE, ${NOWHERE}${HOME}, $nowhere ${nowhere}, 5 $",
         "OURS": "theirs",
     }
     wrapped = ray_cluster.remote(runtime_env={"env_vars": asked})(Shows)

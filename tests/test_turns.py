@@ -851,6 +851,35 @@ def test_a_turn_that_a_task_gives_up_while_a_call_of_the_rival_runs_is_left_at_o
 
 
 @pytest.mark.backends("local")
+def test_a_turn_that_is_given_up_after_a_rival_has_yielded_is_left_while_a_call_of_another_one_runs(
+    make_pool, tmp_path, gate
+):
+    log, pool = Log(tmp_path / "log"), make_pool([2])
+    first, second = (bm.WorkerGroup(pool, Model, name, str(log.path), name_prefix=f"{name}-") for name in "fs")
+    last = bm.WorkerGroup(pool, Plain, "z", str(log.path), name_prefix="z-")
+    for group in (last, first):
+        with group.turn():
+            pass
+    call = last.wait_for.submit(str(gate))
+
+    async def enter():
+        async with second.turn():
+            pass
+
+    async def enter_and_cancel():
+        task = asyncio.create_task(enter())
+        await _until("yielded", first)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(enter_and_cancel())
+    later = last.run.submit([1])
+    gate.touch()
+    assert (call.result(), later.result()) == ([None, None], [2])
+
+
+@pytest.mark.backends("local")
 def test_a_turn_begins_when_the_rival_is_closed_whose_call_it_waits_for(two_models, gate):
     first, second, _ = two_models
     with first.turn():

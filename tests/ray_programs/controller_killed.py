@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import ray
+from ray.util import placement_group, placement_group_table
 
 import bandmaster as bm
 
@@ -81,8 +82,15 @@ def controller_in_a_task(mark):
 
 try:
     main()
-    with tempfile.TemporaryDirectory() as folder:
-        assert ray.get(controller_in_a_task.remote(Path(folder, "mark"))) == "done"
+    names = "ablation #7 of the learning rate, in its third week", "pool 'sweep #2' (1 slots)"
+    other = placement_group([{"memory": 1}], name=names[0])
+    ray.get(other.ready())
+    with bm.ResourcePool([1], backend="ray", cpus_per_worker=0, name_prefix="sweep #2") as mine:
+        mine.reserve()
+        with tempfile.TemporaryDirectory() as folder:
+            assert ray.get(controller_in_a_task.remote(Path(folder, "mark"))) == "done"
+        left = [one["name"] for one in placement_group_table().values() if one["state"] == "CREATED"]
+        assert all(any(name.startswith(start) for name in left) for start in names), left
 finally:
     ray.shutdown()
     cluster.shutdown()

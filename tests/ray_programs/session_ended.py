@@ -57,6 +57,9 @@ with fails(bm.WorkerDied, f"the Ray session of group {busy.name!r} {ended}"):
     pending.result(timeout=20)
 with fails(bm.WorkerDied, f"the Ray session of group {of_actors.name!r} {ended}"):
     of_actor.result(timeout=20)
+with fails(bm.ClosedError, ended):
+    of_actors.replace(0)
+assert not ray.is_initialized()
 while idle.healthy:  # those on the controller's host end a little later
     time.sleep(0.01)
 for group in (idle, busy):

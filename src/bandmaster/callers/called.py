@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 from bandmaster.callers.circles import OpenChains, Wait, Waiting
@@ -217,7 +218,8 @@ class CalledGroup:
         """Find out if a call with a path waits for a call that waits for it; ``ranks`` are those of a relayed one."""
         alone = [step for step in path if step.is_alone]
         if alone:
-            request.waiting = Waiting(self._chains, request, Wait(alone, method, self._reference.key, ranks))
+            wait = Wait(alone, method, self._reference.key, ranks)
+            request.waiting = partial(Waiting, self._chains, weakref.ref(request), wait)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return called_group, (self._reference, self._cls, self.mesh, self.meshes)

@@ -61,60 +61,72 @@ class OpenChains:
         self.workers: Workers = workers
         self._ask = ask
         self.due: float | None = None
-        self._waited_for: dict[Request, tuple[Wait, float]] = {}  # and since when
-        self._asked: dict[Request, Future[str]] = {}
+        self._waits: dict[Waiting, Future[str] | None] = {}  # and what the controller has been asked of each
         self._lock = threading.Lock()
         self._is_watched = False
 
-    def begin(self, request: Request, wait: Wait) -> None:
+    def begin(self, waiting: Waiting) -> None:
         """Look at a call that is waited for from here on, once that takes long."""
-        now = time.monotonic()
-        self._waited_for[request] = wait, now
+        self._waits[waiting] = None
         with self._lock:
             was_watched, self._is_watched = self._is_watched, True
         if not was_watched:
-            self.due = now + PATIENCE_S
-            progress.add(self)
+            self.due = time.monotonic() + PATIENCE_S
+            try:
+                progress.add(self)
+            except BaseException:
+                self._is_watched = False
+                raise
 
-    def end(self, request: Request) -> None:
+    def end(self, waiting: Waiting) -> None:
         """Look no longer at a call, which has ended, or is not waited for any more."""
-        self._waited_for.pop(request, None)
-        if (told := self._asked.pop(request, None)) is not None:
+        told = self._waits.pop(waiting, None)
+        if told is not None:
             told.cancel()
 
     def look(self) -> bool:
         """Tell the controller of calls that are waited for long, and end those that wait for themselves."""
         now = time.monotonic()
-        for request, (wait, since) in list(self._waited_for.items()):
-            told, ranks = self._asked.get(request), wait.ranks or request.ranks
-            if told is None and since + PATIENCE_S <= now and ranks:  # else it waits for a place, or for rows
-                self._asked[request] = self._ask(wait._replace(ranks=ranks))
-            if request.is_done or request not in self._waited_for:  # that has ended meanwhile
-                self.end(request)
+        for waiting, told in list(self._waits.items()):
+            request, ranks = waiting.request, waiting.wait.ranks or waiting.request.ranks
+            if request.is_done:
+                self.end(waiting)
+            elif told is None and waiting.since + PATIENCE_S <= now and ranks:  # else it waits for a place, or for rows
+                self._waits[waiting] = self._ask(waiting.wait._replace(ranks=ranks))
+                if waiting.is_over:  # since that was looked at
+                    self.end(waiting)
             elif told is not None and told.done() and told.exception() is None:
                 request.expire(UsageError(told.result()))
                 workers: Any = request.workers
                 workers.wake()
         self.due = now + PATIENCE_S
         with self._lock:
-            self._is_watched = bool(self._waited_for)
+            self._is_watched = bool(self._waits)
             return not self._is_watched
 
 
 class Waiting:
-    """A block that waits for a call, which is looked at meanwhile."""
+    """A block that waits for a call, which is looked at meanwhile.
 
-    def __init__(self, chains: OpenChains, request: Request, wait: Wait) -> None:
-        self._chains, self._request, self._wait = chains, weakref.ref(request), wait
+    Attributes:
+        request: The call.
+        wait: What the controller is told of it.
+        since: When the wait has begun.
+        is_over: Whether it has ended.
+    """
+
+    def __init__(self, chains: OpenChains, made: weakref.ref[Request], wait: Wait) -> None:
+        request = made()
+        assert request is not None, "it is waited for"
+        self._chains, self.request, self.wait = chains, request, wait
+        self.since, self.is_over = time.monotonic(), False
 
     def __enter__(self) -> None:
-        request = self._request()
-        assert request is not None, "it is waited for"
-        self._chains.begin(request, self._wait)
+        self._chains.begin(self)
 
     def __exit__(self, *_: object) -> None:
-        if (request := self._request()) is not None:
-            self._chains.end(request)
+        self.is_over = True
+        self._chains.end(self)
 
 
 class Circles:

@@ -110,7 +110,7 @@ class Request(RowsResult):
         calls_back: Whether a request that runs on its group waits for it.
         on_item: Takes the items that it makes, if it runs a generator.
         waiters: Functions that tell event loops of its end.
-        waiting: The context of whoever waits for it.
+        waiting: Returns a context for each wait for it.
         record: Its record, if a trace records.
     """
 
@@ -118,7 +118,7 @@ class Request(RowsResult):
     calls_back = False
     on_item: Callable[[Any], object] | None = None
     tell_map: Callable[[Request], object] | None = None
-    waiting: contextlib.AbstractContextManager[object] = _NOBODY
+    waiting: Callable[[], contextlib.AbstractContextManager[object]] = staticmethod(lambda: _NOBODY)
 
     def __init__(
         self, site: CallSite, arguments: Arguments, router: Any, target: Target, keeps_rows: bool = False
@@ -317,8 +317,7 @@ class Request(RowsResult):
         """Wait until it is done, and make the result; False if the time is over before."""
         if self.done is not None:
             return True
-        with self.waiting if timeout_s != 0.0 else _NOBODY:
-            return self._wait(Deadline(timeout_s), lambda: self.has_outcome) and self._conclude()
+        return self._wait(Deadline(timeout_s), lambda: self.has_outcome) and self._conclude()
 
     def wait_until_ended(self, timeout_s: float | None) -> bool:
         """Wait until its ranks have replied, though it may have its result before; False if the time is over."""
@@ -329,6 +328,10 @@ class Request(RowsResult):
         return self._wait(Deadline(timeout_s), lambda: self.is_done or bool(self.replicas))
 
     def _wait(self, deadline: Deadline, is_over: Callable[[], bool]) -> bool:
+        with _NOBODY if deadline.timeout_s == 0.0 else self.waiting():
+            return self._wait_for(is_over, deadline)
+
+    def _wait_for(self, is_over: Callable[[], bool], deadline: Deadline) -> bool:
         if not (is_over() or wait_for_all(self.parents, deadline)):
             return False
         while True:

@@ -94,7 +94,7 @@ class Turn:
         self._deadline = Deadline(None)
         self._blocks_thread = True
         self._why: BaseException | None = None  # it is not waited for any more
-        self._has_changed_groups = False  # or is about to: a hook runs, or has run
+        self._is_changing = False  # a hook runs, or is about to
 
     def __enter__(self) -> None:
         self._ask(blocks_thread=True)
@@ -121,7 +121,7 @@ class Turn:
             with _changed:
                 self._why = CallCancelled("the task that waited for a turn was cancelled")
                 _changed.notify_all()
-                if self.has_begun or not self._has_changed_groups:  # else the thread leaves it
+                if self.has_begun or not self._is_changing:  # else the thread leaves it
                     self._deadline.end()
                     self.__exit__()
             raise
@@ -188,7 +188,7 @@ class Turn:
     def _begin_change(self) -> None:
         with _changed:
             self._check_waited_for()
-            self._has_changed_groups = True
+            self._is_changing = True
 
     def _is_free(self) -> bool:
         """Whether it can be entered now. Raises UsageError if its owner would wait for itself."""
@@ -215,7 +215,8 @@ class Turn:
     def expire(self, why: BaseException) -> None:
         """Raise an error in the thread or task that waits for this turn. Any thread may call this."""
         with _changed:
-            self._why = why
+            if not self.has_begun:
+                self._why = why
             _changed.notify_all()
 
     @property
@@ -470,13 +471,16 @@ class TurnTaker(Gate):
         if self._state is state or submitter is None:  # None: the group was collected, and so are its workers
             return
         turn._begin_change()
-        if hook not in self._hooks:
-            self._state = state
-            return
-        self._state = _State.BETWEEN
-        ranks = tuple(rank for rank in submitter.ranks if rank != but)
-        self._hook = state, submitter.submit_anyway(CallRequest(hook, CallPlan(()), ranks))
-        error = self._settle(turn._deadline)
+        try:
+            if hook not in self._hooks:
+                self._state = state
+                return
+            self._state = _State.BETWEEN
+            ranks = tuple(rank for rank in submitter.ranks if rank != but)
+            self._hook = state, submitter.submit_anyway(CallRequest(hook, CallPlan(()), ranks))
+            error = self._settle(turn._deadline)
+        finally:
+            turn._is_changing = False
         if error is not None and self.ownership.is_open:
             raise error
 

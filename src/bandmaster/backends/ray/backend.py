@@ -45,7 +45,9 @@ from bandmaster.platform.settings import CONTROLLERS_RAY
 POLL_S = 0.1  # Ray has no event for "a resource became free"
 LOOK_S = 0.5  # how often to look whether the user has left Ray, or it has ended, of which Ray tells nobody
 _UNIQUE = " #"  # begins the suffix that makes the name of a placement group unique; messages omit the suffix
-N_UNIQUE = 32  # characters of the suffix, before Ray's id of the process that made the group if that is no driver
+# A group of ours, with Ray's id of the process that made it at the end of its suffix, if that is no driver.
+_NAMED = re.compile(rf"pool .* \(\d+ slots\){_UNIQUE}[0-9a-f]{{32}}([0-9a-f]*)")
+_UNSET = re.compile(r"\$\{[A-Z0-9_]+\}")
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")  # to an environment variable
 _BY_POOL = (
     "the pool decides about it: use_gpu=, gpus_per_worker=, cpus_per_worker= and resources_per_worker= of ResourcePool"
@@ -108,8 +110,8 @@ def _remove_orphans() -> None:
     groups = placement_group_table()
     living = ray._private.state.workers()  # after the groups, whose makers are listed before they make them
     for key, group in groups.items():
-        maker = group["name"].partition(_UNIQUE)[2][N_UNIQUE:]
-        if maker and maker not in living and group["state"] != "REMOVED":
+        ours = _NAMED.fullmatch(group["name"])
+        if ours and ours[1] and ours[1] not in living and group["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(key)))
 
 
@@ -350,7 +352,7 @@ def node_of(group: PlacementGroup) -> str:
 def is_lost(group: PlacementGroup) -> bool:
     """Whether the node of a placement group is lost for good: Ray places those made elsewhere again, on another one."""
     known = placement_group_table(group)
-    return _UNIQUE in known["name"] and known["state"] == "RESCHEDULING"
+    return _NAMED.fullmatch(known.get("name", "")) is not None and known["state"] == "RESCHEDULING"
 
 
 def bundle_of(request: Request, n_slots: int, is_embedded: bool) -> dict[str, float]:
@@ -430,7 +432,7 @@ def _expanded(asked: Mapping[str, str]) -> dict[str, str]:
     """Environment variables as Ray sets them in its processes, in this order; ``${NAME}`` stands for another one."""
     known = dict(os.environ)
     for name, value in sorted(asked.items()):
-        known[name] = _REFERENCE.sub(lambda found: known.get(found[1] or found[2], found[0] if found[1] else ""), value)
+        known[name] = _UNSET.sub("", _REFERENCE.sub(lambda found: known.get(found[1] or found[2], found[0]), value))
     return {name: known[name] for name in asked}
 
 

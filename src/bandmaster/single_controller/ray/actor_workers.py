@@ -215,6 +215,7 @@ class ActorWorkers:
         """Raise PlacementError if Ray says that the host of the slot of one of these ranks is lost."""
         slots = self._launch.slots
         for rank in ranks:
+            self._session.check(self._group)  # Ray's calls would start it anew
             if is_lost(slots[rank].reservation.groups[slots[rank].node]):
                 raise host_lost(rank)
 
