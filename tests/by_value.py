@@ -2,9 +2,15 @@
 
 import contextlib
 import importlib
+import pickle
 import sys
 
 import cloudpickle
+
+
+def shown(pickled):
+    """How an object is shown where it is unpickled, also if its class came there by value."""
+    return repr(pickle.loads(pickled))
 
 
 @contextlib.contextmanager

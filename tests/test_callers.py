@@ -11,8 +11,10 @@ import signal
 import threading
 import time
 
+import cloudpickle
 import numpy as np
 import pytest
+from by_value import shown
 from ctrl_c import pressed
 from ends import wait_for
 from hosts import spread
@@ -1133,7 +1135,7 @@ def test_a_group_that_a_worker_has_called_is_an_argument_of_a_task_of_a_forked_p
         group.chat("a").result()
         group.load(1)  # by way of the controller
         with multiprocessing.get_context("fork").Pool(1) as pool:
-            return pool.apply_async(repr, (group,)).get(DEADLINE), repr(group)
+            return pool.apply_async(shown, (cloudpickle.dumps(group),)).get(DEADLINE), repr(group)
 
     ((there, here),) = own[1].do.options(timeout=2 * DEADLINE)(in_pool)
     assert there == here

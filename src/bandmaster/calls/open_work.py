@@ -354,7 +354,8 @@ class OpenWork:
             CallTimeout: A call took too long.
         """
         self.wait_until_sent(deadline)
-        self.wait_for_requests(deadline)
+        for router in list(self.routers.values()):
+            router.wait_until_over(deadline)
         for call in self._unfinished():
             if not call.wait(deadline.left()):
                 raise call.late(deadline.timeout_s or 0.0)
@@ -382,11 +383,6 @@ class OpenWork:
     def ranks_of_requests(self) -> list[Sequence[int]]:
         """The ranks of each request that has not ended; none for one that waits for a replica."""
         return [request.ranks for router in list(self.routers.values()) for request in router.open_requests()]
-
-    def wait_for_requests(self, deadline: Deadline) -> None:
-        """Wait until all requests are over; raises `CallTimeout` if one took too long."""
-        for router in list(self.routers.values()):
-            router.wait_until_over(deadline)
 
     def send_calls(self, workers: Workers, calls: Sequence[WorkerCall], tickets: dict[int, Any]) -> None:
         """Send calls behind the requests that were submitted before."""
