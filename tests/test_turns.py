@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from ctrl_c import pressed
+from ends import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -874,6 +875,7 @@ def test_a_turn_that_is_given_up_after_a_rival_has_yielded_is_left_while_a_call_
             await task
 
     asyncio.run(enter_and_cancel())
+    until(lambda: "in its turn" not in repr(second))  # the hook has ended just now
     later = last.run.submit([1])
     gate.touch()
     assert (call.result(), later.result()) == ([None, None], [2])

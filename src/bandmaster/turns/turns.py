@@ -141,6 +141,8 @@ class Turn:
             self._acquire()
             if not self.has_begun:
                 for rival in self._rivals():
+                    with _changed:
+                        self._check_waited_for()  # perhaps it was given up as a hook ended
                     rival.give_way(self)
                 for taker in sorted(self.takers, key=lambda taker: taker.name) if self._resumes else ():
                     taker.resume(self)
