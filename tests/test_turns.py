@@ -665,11 +665,6 @@ def test_a_stream_that_is_refused_as_it_begins_closes_its_generators(actor, crit
         until(lambda: "in its turn" in repr(critic))
         (tmp_path / "gate").touch()
 
-    def until(is_true):
-        deadline = time.monotonic() + DEADLINE_S
-        while not is_true() and time.monotonic() < deadline:
-            time.sleep(0.002)  # polling other threads
-
     threads = [threading.Thread(target=target) for target in (take_turn, open_gate)]
     for thread in threads:
         thread.start()
@@ -821,24 +816,27 @@ def test_all_wait_for_the_turn_that_a_cancelled_task_has_given_up_which_ends_wit
         assert first.run([1]) == [2]
 
 
+async def _give_up(group, word, shown):
+    """Enter a turn of a group in a task, which is cancelled when the repr of a group has a word; see `_until`."""
+
+    async def enter():
+        async with group.turn():
+            pass
+
+    task = asyncio.create_task(enter())
+    await _until(word, shown)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 @pytest.mark.backends("local")
 def test_a_turn_that_a_task_gives_up_while_a_call_of_the_rival_runs_is_left_at_once_and_runs_no_hook(two_models, gate):
     first, second, log = two_models
 
-    async def enter():
-        async with second.turn():
-            pass
-
-    async def enter_and_cancel():
-        task = asyncio.create_task(enter())
-        await _until("in its turn", second)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
     with first.turn():
         call = first.wait_for.submit(str(gate))
-    asyncio.run(enter_and_cancel())
+    asyncio.run(_give_up(second, "in its turn", second))
     with first.turn(timeout=DEADLINE_S):
         later = first.run.submit([1])
         gate.touch()
@@ -863,18 +861,7 @@ def test_a_turn_that_is_given_up_after_a_rival_has_yielded_is_left_while_a_call_
             pass
     call = last.wait_for.submit(str(gate))
 
-    async def enter():
-        async with second.turn():
-            pass
-
-    async def enter_and_cancel():
-        task = asyncio.create_task(enter())
-        await _until("yielded", first)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(enter_and_cancel())
+    asyncio.run(_give_up(second, "yielded", first))
     until(lambda: "in its turn" not in repr(second))  # the hook has ended just now
     later = last.run.submit([1])
     gate.touch()

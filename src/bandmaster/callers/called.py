@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -218,8 +217,7 @@ class CalledGroup:
         """Find out if a call with a path waits for a call that waits for it; ``ranks`` are those of a relayed one."""
         alone = [step for step in path if step.is_alone]
         if alone:
-            wait = Wait(alone, method, self._reference.key, ranks)
-            request.waiting = partial(Waiting, self._chains, weakref.ref(request), wait)
+            request.waiting = partial(Waiting, self._chains, Wait(alone, method, self._reference.key, ranks))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return called_group, (self._reference, self._cls, self.mesh, self.meshes)

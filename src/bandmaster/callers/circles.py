@@ -12,7 +12,6 @@ import asyncio
 import itertools
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -109,16 +108,14 @@ class Waiting:
     """A block that waits for a call, which is looked at meanwhile.
 
     Attributes:
+        wait: What the controller is told of the call.
         request: The call.
-        wait: What the controller is told of it.
         since: When the wait has begun.
         is_over: Whether it has ended.
     """
 
-    def __init__(self, chains: OpenChains, made: weakref.ref[Request], wait: Wait) -> None:
-        request = made()
-        assert request is not None, "it is waited for"
-        self._chains, self.request, self.wait = chains, request, wait
+    def __init__(self, chains: OpenChains, wait: Wait, request: Request) -> None:
+        self._chains, self.wait, self.request = chains, wait, request
         self.since, self.is_over = time.monotonic(), False
 
     def __enter__(self) -> None:

@@ -46,7 +46,7 @@ class RequestFuture(Future[T]):
         reader, timeout_s = LoopReader.of(), request.site.limits().timeout
         if request.target.retries or not request.is_sent:
             request.router.advance_in(reader)
-        with request.waiting():
+        with request.waiting(request):
             try:
                 while not request.has_news:
                     waiter = reader.add(request)

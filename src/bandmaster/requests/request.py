@@ -110,7 +110,7 @@ class Request(RowsResult):
         calls_back: Whether a request that runs on its group waits for it.
         on_item: Takes the items that it makes, if it runs a generator.
         waiters: Functions that tell event loops of its end.
-        waiting: Returns a context for each wait for it.
+        waiting: Called with it; returns a context for each wait.
         record: Its record, if a trace records.
     """
 
@@ -118,7 +118,7 @@ class Request(RowsResult):
     calls_back = False
     on_item: Callable[[Any], object] | None = None
     tell_map: Callable[[Request], object] | None = None
-    waiting: Callable[[], contextlib.AbstractContextManager[object]] = staticmethod(lambda: _NOBODY)
+    waiting: Callable[[Request], contextlib.AbstractContextManager[object]] = staticmethod(lambda _: _NOBODY)
 
     def __init__(
         self, site: CallSite, arguments: Arguments, router: Any, target: Target, keeps_rows: bool = False
@@ -328,26 +328,23 @@ class Request(RowsResult):
         return self._wait(Deadline(timeout_s), lambda: self.is_done or bool(self.replicas))
 
     def _wait(self, deadline: Deadline, is_over: Callable[[], bool]) -> bool:
-        with _NOBODY if deadline.timeout_s == 0.0 else self.waiting():
-            return self._wait_for(is_over, deadline)
-
-    def _wait_for(self, is_over: Callable[[], bool], deadline: Deadline) -> bool:
-        if not (is_over() or wait_for_all(self.parents, deadline)):
-            return False
-        while True:
-            if not self.tickets:  # else it was sent: a thread that sends others may wait until this one reads its items
-                self.router.advance()
-            if is_over():
-                return True
-            left = deadline.left()
-            if left == 0.0 and deadline.timeout_s:
+        with _NOBODY if deadline.timeout_s == 0.0 else self.waiting(self):
+            if not (is_over() or wait_for_all(self.parents, deadline)):
                 return False
-            self.workers.wait(
-                [_News(self.router, is_over)], LOOK_AROUND_S if left is None else min(left, LOOK_AROUND_S)
-            )
-            if deadline.timeout_s == 0.0:
-                self.router.advance()
-                return is_over()
+            while True:
+                if not self.tickets:  # else it was sent: a thread that sends may wait until this one reads its items
+                    self.router.advance()
+                if is_over():
+                    return True
+                left = deadline.left()
+                if left == 0.0 and deadline.timeout_s:
+                    return False
+                self.workers.wait(
+                    [_News(self.router, is_over)], LOOK_AROUND_S if left is None else min(left, LOOK_AROUND_S)
+                )
+                if deadline.timeout_s == 0.0:
+                    self.router.advance()
+                    return is_over()
 
     def drive_in_background(self) -> None:
         """Let the thread of `bandmaster.calls.progress` read its replies until it is done."""

@@ -92,12 +92,7 @@ class Service:
     async def start(self) -> None:
         """Ask the engines what they are, unless they have said so."""
         if not self.has_started:
-            try:
-                self.facts = await self.group.facts()
-            except RemoteError as error:
-                if not is_death(error):
-                    raise
-                self.facts = await self.group.facts()  # of another replica, as this one has reported its death
+            self.facts = await _by_a_living_engine(self.group.facts)
             self.model = self.options.model or self.facts.model
             self.has_started = True
 
@@ -118,12 +113,7 @@ class Service:
     async def _complete(self, asked: Asked, prompt: Prompt, form: Form, first: int) -> _Answered:
         begun, prompt = self._begin(asked, prompt)
         method = self.group.complete.options(key=begun.name, retries=RETRIES)
-        try:
-            completion: Completion = await method(prompt, asked.sampling)
-        except RemoteError as error:
-            if not is_death(error):
-                raise
-            completion = await method(prompt, asked.sampling)  # of another replica, as this one has reported its death
+        completion: Completion = await _by_a_living_engine(method, prompt, asked.sampling)
         if any(choice.answer.finish_reason == "abort" for choice in completion.choices):
             raise aborted()
         ids = self._ids(begun, completion.n_known, completion.ids)
@@ -275,6 +265,16 @@ class _Answered(NamedTuple):
     ids: Any
     n_known: int
     turns: list[Turn]
+
+
+async def _by_a_living_engine(method: Any, *args: Any) -> Any:
+    """Send a request, and once more if its engine has died: that one has reported so, and another one gets it."""
+    try:
+        return await method(*args)
+    except RemoteError as error:
+        if not is_death(error):
+            raise
+        return await method(*args)
 
 
 def aborted() -> APIError:
