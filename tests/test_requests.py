@@ -19,6 +19,7 @@ import psutil
 import pytest
 from clock import idle_time
 from ctrl_c import pressed
+from ends import wait_for
 
 import bandmaster as bm
 from bandmaster import Dispatch, Only, Route, TransferProtocol, register
@@ -146,11 +147,13 @@ class Rollout(bm.Worker):
         pass
 
     @register(Dispatch.ONE_TO_ALL)
-    def die_or_stick(self, rank):
-        """End one rank, and have the others take no interrupt."""
+    def die_or_stick(self, rank, stuck):
+        """Have the other rank take no interrupt, and end this one then."""
         if self.rank == rank:
+            wait_for(stuck)
             os.kill(os.getpid(), signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        stuck.touch()
         time.sleep(600)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -1452,11 +1455,11 @@ def test_a_request_to_all_replicas_waits_for_a_rank_that_is_being_replaced(make_
 
 
 @pytest.mark.backends("local", "ray")
-def test_a_rank_that_is_stuck_after_a_death_is_ended_though_only_requests_wait_for_it(make_group):
+def test_a_rank_that_is_stuck_after_a_death_is_ended_though_only_requests_wait_for_it(make_group, tmp_path):
     group = make_group(2, Rollout)
     group.set_default_options(grace=1.0)  # longer than the call waits
     with pytest.raises(bm.WorkerDied):
-        group.die_or_stick(0)
+        group.die_or_stick(0, tmp_path / "stuck")
     with pytest.raises(bm.WorkerDied, match="rank 1"):
         group.chat.options(replica=1)("a").result(DEADLINE)
 

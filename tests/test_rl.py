@@ -377,13 +377,14 @@ def test_what_ranks_save_under_one_name_is_that_of_rank_0(tmp_path):
 
 
 def test_ctrl_c_as_a_checkpoint_is_waited_for_leaves_it_to_the_next_wait(tmp_path):
-    goes_on = threading.Event()
+    waits, goes_on = threading.Event(), threading.Event()
 
     class Slow:
         def __deepcopy__(self, memo):
             return self
 
         def __reduce__(self):
+            assert waits.wait(30)
             os.kill(os.getpid(), signal.SIGINT)  # which the main thread gets
             assert goes_on.wait(30)
             return int, ()
@@ -392,9 +393,11 @@ def test_ctrl_c_as_a_checkpoint_is_waited_for_leaves_it_to_the_next_wait(tmp_pat
     checkpoints.save(1, of_one_weight(1), more=Slow())
     try:
         with pytest.raises(KeyboardInterrupt):
+            waits.set()
             checkpoints.wait()
         assert checkpoints.numbers() == []
     finally:
+        waits.set()
         goes_on.set()
     checkpoints.wait()
     assert checkpoints.numbers() == [1]

@@ -14,6 +14,7 @@ import weakref
 import numpy as np
 import pytest
 from clock import idle_time
+from ends import wait_for
 
 import bandmaster as bm
 from bandmaster import CallCancelled, CallTimeout, Dispatch, RemoteError, WorkerDied, register
@@ -177,12 +178,14 @@ class Faulty(bm.Worker):
         return self.rank
 
     @register(Dispatch.ONE_TO_ALL)
-    def deadlock_on(self, ranks, raising=(), gate=None):
+    def deadlock_on(self, ranks, raising=(), folder=None, gate=None):
         if self.rank in raising:
-            while gate is not None and not os.path.exists(gate):
-                time.sleep(0.01)
+            for path in filter(None, (folder and folder / "begun", gate)):
+                wait_for(path)
             raise ValueError("the first cause")
         if self.rank in ranks:
+            if folder is not None:
+                (folder / "begun").touch()
             _deadlock_in_c()
         return self.rank
 
@@ -414,16 +417,17 @@ def test_ranks_that_go_on_with_a_call_that_failed_elsewhere_are_interrupted(grou
 
 
 @pytest.mark.backends("local", "ray")
-def test_a_rank_that_cannot_be_interrupted_is_ended(group):
+def test_a_rank_that_cannot_be_interrupted_is_ended(group, tmp_path):
     with within(15), pytest.raises(RemoteError, match=r"(?s)the first cause.*rank 0.*ended by the controller"):
-        group.deadlock_on.options(grace=0.5)([0], raising=[1])
+        group.deadlock_on.options(grace=0.5)([0], raising=[1], folder=tmp_path)
     with within(5), pytest.raises(WorkerDied, match=r"rank 0 .*ended by the controller, as it had not stopped"):
         group.echo(1)
 
 
 @pytest.mark.backends("local", "ray")
-def test_a_rank_that_is_stuck_in_a_call_that_was_given_up_is_said_to_have_been_ended_for_that(group):
-    future = group.deadlock_on.options(grace=0.2).submit([1])
+def test_a_rank_that_is_stuck_in_a_call_that_was_given_up_is_said_to_have_been_ended_for_that(group, tmp_path):
+    future = group.deadlock_on.options(grace=0.2).submit([1], folder=tmp_path)
+    wait_for(tmp_path / "begun")
     with pytest.raises(CallTimeout):
         future.result(timeout=0.2)
     future.cancel()
@@ -475,8 +479,8 @@ async def _awaited(future):
 @pytest.mark.backends("local")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("grace", [0.3, None])
-def test_the_error_of_a_call_behind_one_that_failed_tells_of_that_one(group, way, grace):
-    group.deadlock_on.options(grace=grace).submit([0], raising=[1])
+def test_the_error_of_a_call_behind_one_that_failed_tells_of_that_one(group, way, grace, tmp_path):
+    group.deadlock_on.options(grace=grace).submit([0], raising=[1], folder=tmp_path)
     error, words = (WorkerDied, "after") if grace else (CallTimeout, "it is behind a call that failed:")
     words = rf"{words} Faulty.deadlock_on failed on rank 1 \(ValueError: the first cause\)"
     with within(10), pytest.raises(error, match=words) as caught:
@@ -519,7 +523,7 @@ def test_calls_that_are_cancelled_before_they_are_sent_resume_no_rank(group):
 @pytest.mark.backends("local")
 @pytest.mark.parametrize("kind", ["of the first", "of the last"])
 def test_a_call_that_fails_while_it_is_awaited_has_its_error_though_a_rank_is_stuck(group, kind, gate):
-    failing = group.deadlock_on.options(grace=0.3).submit([0], raising=[1], gate=str(gate))
+    failing = group.deadlock_on.options(grace=0.3).submit([0], raising=[1], folder=gate.parent, gate=gate)
     behind = group.echo.submit(1)
 
     async def wait():

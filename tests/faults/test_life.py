@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from clock import idle_time
-from ends import abort_with_a_dump, exit_three, kill_oneself, runs, segfault, wait_until_gone
+from ends import abort_with_a_dump, exit_three, kill_oneself, runs, segfault, wait_for, wait_until_gone
 
 import bandmaster as bm
 from bandmaster import Dispatch, WorkerDied, register
@@ -74,8 +74,9 @@ class Mortal(bm.Worker):
         time.sleep(300)
 
     @register(Dispatch.ONE_TO_ALL)
-    def deadlock_on(self, ranks):
+    def deadlock_on(self, ranks, begun):
         if self.rank in ranks:
+            begun.touch()
             deadlock()
 
     @register(Dispatch.ONE_TO_ALL)
@@ -418,10 +419,11 @@ def test_one_of_two_dead_ranks_cannot_be_replaced(group):
 
 
 @pytest.mark.backends("local")
-def test_a_rank_is_not_replaced_while_another_is_stuck_for_good(group):
+def test_a_rank_is_not_replaced_while_another_is_stuck_for_good(group, tmp_path):
     """`on_replace` would wait for it for ever: it is ended after its grace, and then there is only `restart`."""
     group.set_default_options(grace=0.5)
-    stuck = group.deadlock_on.submit([2])
+    stuck = group.deadlock_on.submit([2], tmp_path / "begun")
+    wait_for(tmp_path / "begun")
     os.kill(pids(group)[1], signal.SIGKILL)
     with pytest.raises(WorkerDied, match="rank 1"):
         stuck.result(timeout=30)
