@@ -1,6 +1,7 @@
 """Ways in which processes and tasks end, and waiting until processes have ended, or files have come."""
 
 import asyncio
+import ctypes
 import os
 import signal
 import sys
@@ -27,6 +28,13 @@ def abort_with_a_dump():
     print(*["  at some_function_of_a_library + 0x1234, in /some/directory/of/it.so"] * 30, sep="\n", file=sys.stderr)
     sys.stderr.flush()
     os.abort()
+
+
+def deadlock():
+    """A mutex that is taken twice: no signal gets the thread out of there."""
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
 
 
 def runs(pid):

@@ -14,7 +14,7 @@ import weakref
 import numpy as np
 import pytest
 from clock import idle_time
-from ends import wait_for
+from ends import deadlock, wait_for
 
 import bandmaster as bm
 from bandmaster import CallCancelled, CallTimeout, Dispatch, RemoteError, WorkerDied, register
@@ -178,15 +178,15 @@ class Faulty(bm.Worker):
         return self.rank
 
     @register(Dispatch.ONE_TO_ALL)
-    def deadlock_on(self, ranks, raising=(), folder=None, gate=None):
+    def deadlock_on(self, ranks, raising=(), begun=None, gate=None):
+        """Get stuck on some ranks, and raise on others once those have begun, or once there is a gate."""
         if self.rank in raising:
-            for path in filter(None, (folder and folder / "begun", gate)):
-                wait_for(path)
+            wait_for(gate or begun)
             raise ValueError("the first cause")
         if self.rank in ranks:
-            if folder is not None:
-                (folder / "begun").touch()
-            _deadlock_in_c()
+            if begun is not None:
+                begun.touch()
+            deadlock()
         return self.rank
 
     @register(Dispatch.ONE_TO_ALL)
@@ -218,15 +218,6 @@ def _hang_in_c():
 
     ours, _theirs = socket.socketpair()
     ctypes.CDLL(None).recv(ours.fileno(), ctypes.create_string_buffer(1), 1, 0)
-
-
-def _deadlock_in_c():
-    """A mutex that is taken twice: no signal gets the thread out of there."""
-    import ctypes
-
-    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-    libc.pthread_mutex_lock(mutex)
-    libc.pthread_mutex_lock(mutex)
 
 
 @pytest.fixture
@@ -419,14 +410,14 @@ def test_ranks_that_go_on_with_a_call_that_failed_elsewhere_are_interrupted(grou
 @pytest.mark.backends("local", "ray")
 def test_a_rank_that_cannot_be_interrupted_is_ended(group, tmp_path):
     with within(15), pytest.raises(RemoteError, match=r"(?s)the first cause.*rank 0.*ended by the controller"):
-        group.deadlock_on.options(grace=0.5)([0], raising=[1], folder=tmp_path)
+        group.deadlock_on.options(grace=0.5)([0], raising=[1], begun=tmp_path / "begun")
     with within(5), pytest.raises(WorkerDied, match=r"rank 0 .*ended by the controller, as it had not stopped"):
         group.echo(1)
 
 
 @pytest.mark.backends("local", "ray")
 def test_a_rank_that_is_stuck_in_a_call_that_was_given_up_is_said_to_have_been_ended_for_that(group, tmp_path):
-    future = group.deadlock_on.options(grace=0.2).submit([1], folder=tmp_path)
+    future = group.deadlock_on.options(grace=0.2).submit([1], begun=tmp_path / "begun")
     wait_for(tmp_path / "begun")
     with pytest.raises(CallTimeout):
         future.result(timeout=0.2)
@@ -480,7 +471,7 @@ async def _awaited(future):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("grace", [0.3, None])
 def test_the_error_of_a_call_behind_one_that_failed_tells_of_that_one(group, way, grace, tmp_path):
-    group.deadlock_on.options(grace=grace).submit([0], raising=[1], folder=tmp_path)
+    group.deadlock_on.options(grace=grace).submit([0], raising=[1], begun=tmp_path / "begun")
     error, words = (WorkerDied, "after") if grace else (CallTimeout, "it is behind a call that failed:")
     words = rf"{words} Faulty.deadlock_on failed on rank 1 \(ValueError: the first cause\)"
     with within(10), pytest.raises(error, match=words) as caught:
@@ -522,8 +513,10 @@ def test_calls_that_are_cancelled_before_they_are_sent_resume_no_rank(group):
 
 @pytest.mark.backends("local")
 @pytest.mark.parametrize("kind", ["of the first", "of the last"])
-def test_a_call_that_fails_while_it_is_awaited_has_its_error_though_a_rank_is_stuck(group, kind, gate):
-    failing = group.deadlock_on.options(grace=0.3).submit([0], raising=[1], folder=gate.parent, gate=gate)
+def test_a_call_that_fails_while_it_is_awaited_has_its_error_though_a_rank_is_stuck(group, kind, gate, tmp_path):
+    begun = tmp_path / "begun"
+    failing = group.deadlock_on.options(grace=0.3).submit([0], raising=[1], begun=begun, gate=gate)
+    wait_for(begun)
     behind = group.echo.submit(1)
 
     async def wait():

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import gc
 import io
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from clock import idle_time
-from ends import abort_with_a_dump, exit_three, kill_oneself, runs, segfault, wait_for, wait_until_gone
+from ends import abort_with_a_dump, deadlock, exit_three, kill_oneself, runs, segfault, wait_for, wait_until_gone
 
 import bandmaster as bm
 from bandmaster import Dispatch, WorkerDied, register
@@ -109,13 +108,6 @@ class Pair(Mortal):
     @classmethod
     def why_not_replaced(cls, mesh):
         return f"the {mesh.size} ranks of a pair start together"
-
-
-def deadlock():
-    """A mutex that is taken twice: no signal gets the thread out of there."""
-    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-    libc.pthread_mutex_lock(mutex)
-    libc.pthread_mutex_lock(mutex)
 
 
 class Rigid(bm.Worker):
