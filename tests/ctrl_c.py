@@ -41,14 +41,19 @@ def pressed(call, n, again=0, number=signal.SIGINT):
     return n <= 0
 
 
-@contextlib.contextmanager
 def pressed_when(is_now):
     """Ctrl-C is pressed in the block at the first event of the profiler, with frame, kind and what, that is meant."""
+    return done_when(is_now, lambda: signal.raise_signal(signal.SIGINT))
+
+
+@contextlib.contextmanager
+def done_when(is_now, act):
+    """`act` is called in the block at the first event of the profiler, with frame, kind and what, that is meant."""
 
     def look(frame, kind, what):
         if is_now(frame, kind, what):
             sys.setprofile(None)
-            signal.raise_signal(signal.SIGINT)
+            act()
 
     sys.setprofile(look)
     try:

@@ -229,7 +229,7 @@ request = [(number, ("method", int(Reply.DROP), (), [(0, (7, 0))], None), False)
 for rank, one in enumerate(request):
     body = control_message(MessageKind.REQUESTS, [one])[4:]
     ranks.take(Message(FrameKind.CALLS, ("group", [((rank,), body)]), {}), False)
-server.replace("group", 1)
+server.replace("group", 1, 1)
 rows.set_result("rows")
 ranks.advance()
 print([(ranks, header_of(body)[1]) for ranks, body in ranks.replies(is_flushed=True)[0]])
@@ -241,6 +241,48 @@ def test_a_request_that_waits_for_rows_is_not_for_the_worker_that_replaces_its_o
         [sys.executable, "-c", REPLACED_WHILE_A_REQUEST_WAITS], capture_output=True, text=True, check=False
     )
     assert done.stdout == "replace rank 1\nrequest of rank 0\n[((1,), 2)]\n", done.stderr
+
+
+REPLACED_TWICE_AT_ONCE = """
+import threading
+from types import SimpleNamespace
+from bandmaster.errors import ClosedError
+from bandmaster.hosts.agent import AgentServer
+from bandmaster.hosts.handshake import Secret
+
+class Workers(SimpleNamespace):
+    arrivals, reports, deaths, records, rendezvous = None, {}, {}, ["rank 0"], {}
+
+    def replace(self, rank):
+        print("begun", flush=True)
+        begun.set()
+        assert may_go.wait(20)
+        print("done", flush=True)
+
+begun, may_go = threading.Event(), threading.Event()
+server = AgentServer(Secret.new(), "127.0.0.1", "test", lambda said, shows: (Workers(), (0,)))
+server.start("group", None)
+replacing = [threading.Thread(target=server.replace, args=("group", 0, number)) for number in (1, 2)]
+replacing[0].start()
+assert begun.wait(20)
+begun.clear()
+replacing[1].start()
+print(begun.wait(0.2))
+may_go.set()
+for thread in replacing:
+    thread.join()
+try:
+    server.replace("group", 0, 1)
+except ClosedError as error:
+    print(error)
+"""
+
+
+def test_a_rank_is_replaced_once_at_a_time_and_not_by_a_message_that_is_late():
+    """Ctrl-C ends the wait of the controller for a replacement, which goes on here, and another one may come."""
+    done = subprocess.run([sys.executable, "-c", REPLACED_TWICE_AT_ONCE], capture_output=True, text=True, check=False)
+    expected = "begun\nFalse\ndone\nbegun\ndone\nrank 0 was replaced again meanwhile\n"
+    assert done.stdout == expected, done.stderr
 
 
 # --- rows between hosts ---

@@ -14,12 +14,15 @@ import time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
+import psutil
 import pytest
 from clock import idle_time
+from ctrl_c import done_when
 from ends import abort_with_a_dump, deadlock, exit_three, kill_oneself, runs, segfault, wait_for, wait_until_gone
 
 import bandmaster as bm
 from bandmaster import Dispatch, WorkerDied, register
+from bandmaster.backends.zygote import Zygote
 from bandmaster.platform.forks import free_in_forks
 from bandmaster.wire.poller import Poller
 
@@ -272,6 +275,11 @@ def test_replies_from_before_a_death_count_though_the_worker_left_messages_unrea
     assert {type(dying.exception(timeout=30)), type(unread.exception(timeout=30))} == {WorkerDied}
 
 
+def started():
+    """The processes that this one has started, and those started by them."""
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
 def pids(group):
     """As `describe` shows them: no call is needed."""
     header, *rows = group.describe().splitlines()[1:]
@@ -515,6 +523,25 @@ def test_other_threads_may_call_while_a_rank_is_replaced(make_group, method):
         for thread in threads:
             thread.join(DEADLINE)
     assert wrong == [] and group.add(7) == [8, 8]
+
+
+@pytest.mark.backends("local")
+@pytest.mark.parametrize("moment", ["call", "return"])
+def test_a_group_that_another_thread_closes_as_a_rank_is_replaced_leaves_no_worker(make_group, moment):
+    group = make_group(2, Mortal)
+    before = started().difference(pids(group))
+
+    def is_forked(frame, kind, what):
+        return kind == moment and frame.f_code is Zygote.spawn.__code__
+
+    def close():
+        closing = threading.Thread(target=group.close)
+        closing.start()
+        closing.join(DEADLINE)
+
+    with done_when(is_forked, close), pytest.raises(bm.ClosedError, match="the group was closed"):
+        group.replace(0)
+    wait_until_gone(started() - before)
 
 
 @pytest.mark.backends("local")

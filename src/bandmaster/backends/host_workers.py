@@ -194,6 +194,8 @@ class HostWorkers(LaneClient):
                     "its limit on open files (ulimit -n), or ask for fewer workers"
                 ) from error
             with self.lock:  # so that Ctrl-C comes before or after
+                if self.is_stopped:  # meanwhile, by another thread; the worker exits, as its lane is closed
+                    raise ClosedError(self._why_closed)
                 if_it_fails.pop_all()
                 self.add(rank, mine, pid)
 

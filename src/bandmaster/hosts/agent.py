@@ -367,11 +367,22 @@ class AgentServer:
             tickets = ranks.tickets(numbers)
         ranks.workers.interrupt(tickets, why)
 
-    def replace(self, name: str, rank: int) -> tuple[Any, Any]:
-        """Start a worker anew: where it is, and how others find rank 0."""
+    def replace(self, name: str, rank: int, number: int) -> tuple[Any, Any]:
+        """Start a worker anew: where it is, and how others find rank 0.
+
+        Args:
+            name: The group.
+            rank: The rank.
+            number: A number that is larger with each replacement of the group. Ctrl-C may have ended the wait for an
+                earlier one, which must not end the worker that a later one has started.
+        """
         ranks = self.groups[name]
-        with self._lock:
-            for those in [ranks, *[called for (_, other), called in self._called.items() if other == name]]:
-                those.forget(rank)
-        ranks.workers.replace(rank)
-        return ranks.workers.records[ranks.ranks.index(rank)], ranks.workers.rendezvous
+        with ranks.replacing:
+            if number < ranks.last_replacement:
+                raise ClosedError(f"rank {rank} was replaced again meanwhile")
+            ranks.last_replacement = number
+            with self._lock:
+                for those in [ranks, *[called for (_, other), called in self._called.items() if other == name]]:
+                    those.forget(rank)
+            ranks.workers.replace(rank)
+            return ranks.workers.records[ranks.ranks.index(rank)], ranks.workers.rendezvous

@@ -470,7 +470,7 @@ class AgentWorkers(Client):
             agent = self._again(rank)
             (record,), rendezvous = self._answer(agent, AgentServer.start, self._told([rank]))
         else:
-            record, rendezvous = self._answer(agent, AgentServer.replace, rank)
+            record, rendezvous = self._answer(agent, AgentServer.replace, rank, next(self._numbers))
         with self.lock:
             agent.groups[self.name] = self
             self.agents[rank], self.records[rank] = agent, record._replace(channel="link")
