@@ -85,19 +85,19 @@ class Loop:
             True if `next_message` ended it, so that more messages may arrive; False if the lane was closed or paused.
         """
         self.lane.body = None
+        return self._guarded(2)
+
+    def _guarded(self, depth: int) -> bool:
+        """Serve the lane, also if a signal handler raises, and if others do while the error of the first is noted."""
         while True:
             try:
-                while True:  # nested, as an exception can also be raised between two rounds of a loop
-                    try:
-                        return self._run()
-                    except Closed:
-                        if self.lane is self._controller:
-                            return False
-                        self.lane = self._controller  # the requests hang up on the other caller
-                    except (Exception, KeyboardInterrupt) as error:
-                        self._page.running = 0  # a plain assignment: a call could be interrupted by another exception
-                        self._error = error
+                return self._guarded(depth - 1) if depth else self._run()
+            except Closed:
+                if self.lane is self._controller:
+                    return False
+                self.lane = self._controller  # the requests hang up on the other caller
             except (Exception, KeyboardInterrupt) as error:
+                self._page.running = 0  # a plain assignment: a call could be interrupted by another exception
                 self._error = error
 
     def next_message(self) -> memoryview | None:

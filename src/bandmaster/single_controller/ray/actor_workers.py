@@ -214,9 +214,10 @@ class ActorWorkers:
     def _check_hosts(self, ranks: Sequence[int]) -> None:
         """Raise PlacementError if Ray says that the host of the slot of one of these ranks is lost."""
         slots = self._launch.slots
-        for rank in ranks:
+        by_node = {slots[rank].reservation.groups[slots[rank].node]: rank for rank in ranks}
+        for group, rank in by_node.items():  # Ray's answer takes a millisecond
             self._session.check(self._group)  # Ray's calls would start it anew
-            if is_lost(slots[rank].reservation.groups[slots[rank].node]):
+            if is_lost(group):
                 raise host_lost(rank)
 
     def _connect(self, ranks: Sequence[int]) -> None:
