@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import fcntl
 import gc
 import os
 import resource
 import signal
 import socket
 import sys
+import termios
 import threading
 import time
 import weakref
@@ -19,7 +21,7 @@ import psutil
 import pytest
 from clock import idle_time
 from ctrl_c import pressed
-from ends import wait_for
+from ends import until, wait_for
 
 import bandmaster as bm
 from bandmaster import Dispatch, Only, Route, TransferProtocol, register
@@ -106,6 +108,12 @@ class Rollout(bm.Worker):
     @register(Dispatch.REQUEST)
     def plain(self, value):
         return self.rank, value, self.inside
+
+    @register(Dispatch.ONE_TO_ALL)
+    def stay(self, folder):
+        """Show that it has begun, and stay until the file "go" is there."""
+        (folder / f"begun {self.rank}").touch()
+        wait_for(folder / "go")
 
     @register(Dispatch.ONE_TO_ALL)
     def touch(self, path):
@@ -1315,6 +1323,30 @@ def test_one_behind_a_call_can_be_cancelled(group, gate):
     behind = group.hold.options(replica=0)(gate.folder, "behind")
     assert behind.cancel()
     gate.open()
+    call.result(DEADLINE)
+    with pytest.raises(bm.CallCancelled):
+        behind.result(DEADLINE)
+    assert not gate.has_begun("behind") and held.result(DEADLINE) == 0
+
+
+def n_unread(group, rank):
+    """Bytes that were sent to a rank, and that it has not received."""
+    unread = np.zeros(1, np.intc)
+    fcntl.ioctl(group._ownership.workers()._lanes[rank].socket.fileno(), termios.TIOCOUTQ, unread)
+    return unread[0]
+
+
+@pytest.mark.backends("local")
+def test_one_that_is_cancelled_while_a_call_before_it_runs_does_not_begin(group, gate):
+    held = group.hold.options(replica=0)(gate.folder, "held")
+    gate.wait_for("held")
+    call = group.stay.submit(gate.folder)
+    behind = group.hold.options(replica=0)(gate.folder, "behind")
+    until(lambda: n_unread(group, 0) == 0)  # the worker knows both, and lets them wait
+    gate.open()
+    wait_for(gate.folder / "begun 0")
+    assert behind.cancel()
+    (gate.folder / "go").touch()
     call.result(DEADLINE)
     with pytest.raises(bm.CallCancelled):
         behind.result(DEADLINE)

@@ -134,6 +134,8 @@ class Requests:
         for caller in self._callers:
             self.loop.add_reader(caller.lane.fileno(), self._read, caller)
         self._tell_news()  # of the call that the main thread has run
+        for caller in list(self._callers) if self._aside else ():  # meanwhile, some of these may have been cancelled
+            self._read(caller)
         self.go_on()
 
     def _read(self, caller: _Caller) -> None:
