@@ -13,6 +13,7 @@ import urllib.request
 import numpy as np
 import pytest
 import torch
+from ctrl_c import done_when, interrupted_when
 from ends import until
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ from bandmaster.rl.engine_weights.healing import Healing
 from bandmaster.rl.engine_weights.packing import pack_pieces, unpack_pieces
 from bandmaster.rl.engine_weights.peers import PeerWeights
 from bandmaster.rl.engine_weights.staged import StagedWeights
+from bandmaster.rl.engine_weights.sync import EngineSync
 from bandmaster.rl.engines.vllm_checkpoint import checkpoint_weights
 from bandmaster.rl.exchange import fill, pack
 from bandmaster.rl.layout import Box
@@ -933,6 +935,50 @@ async def awaited(sync):
 def test_a_submitted_sync_can_be_awaited(source, engine):
     asyncio.run(awaited(rl.WeightSync(source, engine)))
     assert_has(engine, source, 5)
+
+
+def test_ctrl_c_as_a_sync_is_submitted_leaves_no_other_sync_beside_it(source, make_group):
+    engine = make_group(2, Stubborn)
+    sync = rl.WeightSync(source, engine)
+    asked = engine.request.options(replica=0)([5])
+    until(lambda: engine.metrics.options(replica=0)().result()["n_open"])
+    with interrupted_when(lambda frame, kind, _: kind == "return" and frame.f_code is threading.Thread.start.__code__):
+        sync.submit(version=1, in_flight="wait")  # its thread goes on
+    engine.go.all().result()
+    sync(version=2)  # waits for it
+    assert_has(engine, source, 2)
+    assert asked.result(DEADLINE_S)
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "bandmaster-weights"])
+
+
+@pytest.mark.backends("local")
+def test_ctrl_c_ends_a_sync_that_waits_for_replicas_while_these_start_again(source, make_group, tmp_path):
+    engine, may_go_on = make_group(bm.Mesh(dp=1, tp=2), SlowAgain, tmp_path), threading.Event()
+    engine.on_death(lambda _: may_go_on.wait(DEADLINE_S))  # the replacement begins in the same thread after it
+    sync = rl.WeightSync(source, engine, heals=True)
+    sync(version=1)
+    (tmp_path / "begun").touch()
+
+    def press():
+        until((tmp_path / "again").exists)
+        os.kill(os.getpid(), signal.SIGINT)
+        is_interrupted.wait(5)
+        (tmp_path / "go").touch()
+
+    is_interrupted, pressing = threading.Event(), threading.Thread(target=press)
+    pressing.start()
+    os.kill(engine.process()[1], signal.SIGKILL)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        done_when(lambda frame, *_: frame.f_code is EngineSync._is_healed.__code__, may_go_on.set),
+    ):
+        sync(version=2)
+    assert not (tmp_path / "go").exists()
+    is_interrupted.set()
+    pressing.join()
+    assert sync.wait_until_healed(DEADLINE_S)
+    sync(version=3)
+    assert_has(engine, source, 3)
 
 
 @pytest.mark.backends("local")

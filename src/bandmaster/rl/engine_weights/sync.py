@@ -53,6 +53,18 @@ class NoneLeft(Exception):
         self.error = error
 
 
+class Lost(NamedTuple):
+    """A sync that found no replica.
+
+    Attributes:
+        error: The death of one of them; None if the only one is being replaced.
+        n_healed: `Restores.n_healed` before.
+    """
+
+    error: BaseException | None
+    n_healed: int
+
+
 class EngineSync(Restores):
     """Brings weights to engines; see `WeightSync`.
 
@@ -101,35 +113,41 @@ class EngineSync(Restores):
         """Bring the weights of the source to all replicas, and wait until they use them."""
         check_in_flight(in_flight)
         with self.lock:
-            self._finish(self._begin(is_all=False), version, in_flight or "keep")
+            begun = self._begin(is_all=False)
+            lost = self._tried(begun, version, in_flight or "keep")
+        self._try_again(lost, begun, version, in_flight or "keep")
 
     def submit(self, version: Any, in_flight: PauseMode | None) -> SyncFuture:
         """Send the weights as they are after the calls that were submitted before. Waits for earlier syncs alone."""
         check_in_flight(in_flight)
-        future = SyncFuture()
+        future, start = SyncFuture(), SyncFuture()
         future.set_running_or_notify_cancel()
         self.lock.acquire()
         try:
-            begun = self._begin(is_all=True)
+            args = future, start, self._begin(is_all=True), version, in_flight or "keep"
             threading.Thread(
-                target=self._finish_in_background,
-                args=(future, begun, version, in_flight or "keep"),
-                name="bandmaster-weights",
-                daemon=True,
+                target=self._finish_in_background, args=args, name="bandmaster-weights", daemon=True
             ).start()
         except BaseException:
-            self.lock.release()
+            if start.cancel():  # else Ctrl-C came when the thread had begun, which has the lock then
+                self.lock.release()
             raise
         return future
 
-    def _finish_in_background(self, future: SyncFuture, begun: Begun, version: Any, in_flight: PauseMode) -> None:
+    def _finish_in_background(
+        self, future: SyncFuture, start: SyncFuture, begun: Begun, version: Any, in_flight: PauseMode
+    ) -> None:
+        if not start.set_running_or_notify_cancel():
+            return
         try:
-            self._finish(begun, version, in_flight)
+            try:
+                lost = self._tried(begun, version, in_flight)
+            finally:
+                self.lock.release()
+            self._try_again(lost, begun, version, in_flight)
         except BaseException as error:
-            self.lock.release()
             future.set_exception(error)
         else:
-            self.lock.release()
             future.set_result(None)
 
     def present(self) -> Held | None:
@@ -157,6 +175,7 @@ class EngineSync(Restores):
 
     def _begin(self, is_all: bool) -> Begun:
         """Have the source keep the weights, or send them, as they are now."""
+        self.sent_nbytes = 0
         sync, base = randbits(63), None if self.held is None else self.held.sync
         if self._is_kept:
             n_ranks = self.plan.source.n_ranks
@@ -169,35 +188,48 @@ class EngineSync(Restores):
             return Begun(sync, None)
         return Begun(sync, [self._pack(bucket, sync, None, n == 0) for n, bucket in enumerate(self._buckets)])
 
-    def _finish(self, begun: Begun, version: Any, in_flight: PauseMode) -> None:
-        """Stage the weights on all replicas, and have these use them."""
-        self.sent_nbytes = 0
+    def _tried(self, begun: Begun, version: Any, in_flight: PauseMode, is_patient: bool = True) -> Lost | None:
+        """Stage the weights on all replicas, and have these use them. The lock is held.
+
+        Args:
+            begun: The sync.
+            version: The version of the weights.
+            in_flight: What becomes of requests that run.
+            is_patient: Whether nothing is tried while the only replica is being replaced.
+
+        Returns:
+            None if they use them.
+        """
         if self._is_kept and begun.rows is not None:
             begun.rows[0].result()
-        while True:
-            n_healed = self.n_healed
-            if not self.reachable:
-                self._is_healed(beyond=n_healed)
-            try:
-                return self._stage_and_use(begun, version, in_flight)
-            except NoneLeft as none:
-                if not self._is_healed(beyond=n_healed):
-                    raise none.error from None
+        n_healed = self.n_healed
+        if is_patient and not self.reachable:
+            return Lost(None, n_healed)
+        try:
+            self._stage_and_use(begun, version, in_flight)
+        except NoneLeft as none:
+            return Lost(none.error, n_healed)
+        return None
+
+    def _try_again(self, lost: Lost | None, begun: Begun, version: Any, in_flight: PauseMode) -> None:
+        """As long as there was no replica, wait for one and try again. The lock is not held meanwhile."""
+        while lost is not None:
+            is_healed = self._is_healed(beyond=lost.n_healed)
+            if lost.error is not None and not is_healed:
+                raise lost.error
+            with self.lock:
+                lost = self._tried(begun, version, in_flight, is_patient=is_healed)
 
     def _is_healed(self, beyond: int) -> bool:
-        """Wait until a replica was replaced, if that is done. The lock is free meanwhile."""
+        """Wait until a replica was replaced, if that is done."""
         if not self._spares_dead:
             return False
-        self.lock.release()
-        try:
-            with self.has_healed:
-                notice_s = HEAL_S if self.heals_succeed else NOTICE_S
-                self.has_healed.wait_for(lambda: self.n_healing or self.n_healed > beyond, notice_s)
-                if self.n_healing:
-                    self.has_healed.wait_for(lambda: self.n_healed > beyond, HEAL_S)
-                return self.n_healed > beyond and self.heals_succeed
-        finally:
-            self.lock.acquire()
+        with self.has_healed:
+            notice_s = HEAL_S if self.heals_succeed else NOTICE_S
+            self.has_healed.wait_for(lambda: self.n_healing or self.n_healed > beyond, notice_s)
+            if self.n_healing:
+                self.has_healed.wait_for(lambda: self.n_healed > beyond, HEAL_S)
+            return self.n_healed > beyond and self.heals_succeed
 
     def _stage_and_use(self, begun: Begun, version: Any, in_flight: PauseMode) -> None:
         replicas = self.reachable or list(range(self.n_replicas))
