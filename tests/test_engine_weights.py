@@ -583,6 +583,42 @@ def test_a_pause_of_the_user_outlasts_a_sync_that_waits_for_requests(source, mak
     assert engine.facts().result().is_ready
 
 
+class Failing(Recorder):
+    """An engine of which one step around the change of the weights fails once."""
+
+    fails = ""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail_once(self, step):
+        self.fails = step
+
+    def _step(self, name):
+        if self.fails == name:
+            self.fails = ""
+            raise RuntimeError(f"no {name} now")
+
+    async def pause(self, mode="abort"):
+        await super().pause(mode)
+        self._step("pause")
+
+    async def reset_cache(self):
+        self._step("reset")
+
+
+@pytest.mark.parametrize("step", ["pause", "reset"])
+def test_an_engine_goes_on_after_a_sync_that_has_failed_as_it_was_held(source, make_group, step):
+    engine = make_group(1, Failing)
+    sync = rl.WeightSync(source, engine)
+    sync(version=1)
+    engine.fail_once(step)
+    with pytest.raises(bm.RemoteError, match=f"no {step} now"):
+        sync(version=2)
+    facts = engine.facts().result()
+    assert (facts.is_ready, facts.version) == (True, 1)
+    sync(version=3)
+    assert_has(engine, source, 3)
+
+
 class FallsAsleep(Recorder):
     """An engine that is put to sleep as new weights are staged, whose pause that is here."""
 

@@ -402,12 +402,14 @@ class Engine(TakesWeights, ABC):
         """
         is_paused_here = self.is_ready
         n_pauses = self._n_pauses
-        if is_paused_here:
-            await self.pause(in_flight)
         try:
-            yield
+            if is_paused_here:
+                await self.pause(in_flight)
+            try:
+                yield
+            finally:
+                await self.reset_cache()
         finally:
-            await self.reset_cache()
             if is_paused_here and self._n_pauses <= n_pauses + 1:  # else the user has paused it meanwhile
                 await self.resume()
 

@@ -442,8 +442,8 @@ class VLLM(Engine):
                 self._llm.reset_prefix_cache()
                 return
             self._is_held = True
-            await self._engine.pause_generation(mode="keep" if self._is_paused else in_flight, clear_cache=True)
             try:
+                await self._engine.pause_generation(mode="keep" if self._is_paused else in_flight, clear_cache=True)
                 yield
             finally:
                 self._is_held = False
