@@ -964,6 +964,36 @@ def test_a_sync_waits_for_no_replica_that_nobody_replaces_any_more(source, make_
     assert_has(engine, source, 4)
 
 
+class Refusing(Recorder):
+    """An engine that takes no weights but its first ones while a file is there."""
+
+    def __init__(self, file):
+        super().__init__()
+        self.file = file
+
+    def load_weights(self, weights):
+        if os.path.exists(self.file) and any(tensor.any() for tensor in weights.values()):
+            raise RuntimeError("no room on the device")
+        super().load_weights(weights)
+
+
+@pytest.mark.backends("local")
+def test_a_replica_that_was_replaced_and_refuses_its_weights_gets_no_requests(source, make_group, tmp_path):
+    engine = make_group(2, Refusing, tmp_path / "fails")
+    sync = rl.WeightSync(source, engine, heals=True)
+    sync(version=1)
+    (tmp_path / "fails").touch()
+    os.kill(engine.process()[0], signal.SIGKILL)
+    with pytest.raises(bm.RemoteError, match="no room on the device"):
+        while sync.wait_until_healed(DEADLINE_S):
+            engine.healthy  # noqa: B018  # it is told of deaths then
+    asked = [engine.request.options(timeout=DEADLINE_S)([1]) for _ in range(4)]
+    assert [one.result()[0].versions for one in asked] == [[1]] * 4
+    (tmp_path / "fails").unlink()
+    sync(version=2)
+    assert engine.request.options(replica=0, timeout=DEADLINE_S)([1]).result()[0].versions == [2]
+
+
 async def awaited(sync):
     await sync.submit(version=5)
 

@@ -384,6 +384,7 @@ class TakesWeights(Worker):
         if self._arrived is not None:
             self._arrived.set()
             self._arrived = None
+            report(self, load=0)
 
     async def _go_back(self, sync: int, switch: asyncio.Task[None] | None) -> None:
         """Load the weights from before a sync, if the engine has those of the sync once its change is over."""
@@ -417,7 +418,7 @@ class TakesWeights(Worker):
 
     def _have(self, weights: StagedWeights | LentWeights | None, version: Any) -> None:
         """Note which weights the engine has, before it makes tokens with them."""
-        if self._unusable or self._arrived is not None:
+        if self._unusable and self._arrived is None:
             report(self, load=0)
         self._used, self._unusable, self._unusable_by, self.weights_version = weights, "", None, version
         if type(version) is int:
