@@ -90,7 +90,8 @@ class AgentServer:
         self._lock = self._poller.lock  # guards all that follows, but for strangers
         self.groups: dict[str, HostRanks] = {}
         self._called: dict[tuple[Link, str], HostRanks] = {}  # groups as workers of other hosts call them
-        self._stopped: dict[str, str] = {}  # groups that were ended before they had started, and why
+        self._stopped: dict[str, str] = {}  # groups that were ended, and why: no rank of them starts any more
+        self._replacing = threading.Lock()  # held while a rank is replaced
         self._controller: Link
         self._below: dict[Address, Link] = {}  # by address: agents that this one passes calls on to
         self._written: deque[Written] = deque()  # output that the controller is to show
@@ -303,17 +304,24 @@ class AgentServer:
 
     # --- questions: a controller asks for one of these methods ---
 
-    def start(self, name: str, said: Any) -> Any:
-        """Start the part of a group: where each rank is, and how others find rank 0 if it is one of them."""
+    def start(self, name: str, said: Any, number: int = 0) -> tuple[Sequence[Any], Any]:
+        """Start the part of a group: where each rank is, and how others find rank 0 if it is one of them.
+
+        Args:
+            name: The group.
+            said: The request of the controller.
+            number: As for `replace`.
+        """
         workers, ranks = self._start(said, self.show)
         with self._lock:
-            why = self._stopped.pop(name, None)
+            why = self._stopped.get(name)
             if why is None:
-                self.groups[name] = HostRanks(workers, ranks, self._store, self._poller.wake)
+                self.groups[name] = HostRanks(workers, ranks, self._store, self._poller.wake, number)
                 if workers.arrivals is not None:
                     self._poller.watch(workers.arrivals, lambda _: workers.check(is_thorough=False))
         if why is not None:
             workers.stop(why)
+            raise ClosedError(why)
         return workers.records, workers.rendezvous
 
     def announce(self, name: str, rendezvous: Mapping[str, str]) -> None:
@@ -334,10 +342,9 @@ class AgentServer:
     def stop(self, name: str, why: str) -> None:
         """End the part of a group."""
         with self._lock:
+            self._stopped[name] = why  # first: a rank may be about to start
             ranks = self.groups.pop(name, None)
-            if ranks is None:  # it may be about to start
-                self._stopped[name] = why
-            elif ranks.workers.arrivals is not None:
+            if ranks is not None and ranks.workers.arrivals is not None:
                 self._poller.ignore(ranks.workers.arrivals)
         if ranks is not None:
             ranks.workers.stop(why)
@@ -367,7 +374,7 @@ class AgentServer:
             tickets = ranks.tickets(numbers)
         ranks.workers.interrupt(tickets, why)
 
-    def replace(self, name: str, rank: int, number: int) -> tuple[Any, Any]:
+    def replace(self, name: str, rank: int, number: int, said: Any) -> tuple[Any, Any]:
         """Start a worker anew: where it is, and how others find rank 0.
 
         Args:
@@ -375,9 +382,13 @@ class AgentServer:
             rank: The rank.
             number: A number that is larger with each replacement of the group. Ctrl-C may have ended the wait for an
                 earlier one, which must not end the worker that a later one has started.
+            said: The request to start the rank, which may have been on a host that is lost.
         """
-        ranks = self.groups[name]
-        with ranks.replacing:
+        with self._replacing:
+            ranks = self.groups.get(name)
+            if ranks is None:
+                (record,), rendezvous = self.start(name, said, number)
+                return record, rendezvous
             if number < ranks.last_replacement:
                 raise ClosedError(f"rank {rank} was replaced again meanwhile")
             ranks.last_replacement = number

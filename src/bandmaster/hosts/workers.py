@@ -468,12 +468,14 @@ class AgentWorkers(Client):
             self.take_deaths({rank: Failure(FailureKind.DIED, REPLACED)})
         if agent.lost is not None and self._again is not None:
             agent = self._again(rank)
-            (record,), rendezvous = self._answer(agent, AgentServer.start, self._told([rank]))
-        else:
-            record, rendezvous = self._answer(agent, AgentServer.replace, rank, next(self._numbers))
+            with self.lock:  # before it starts the rank: it stays until `stop`, which ends that
+                if self._why_stopped is not None:
+                    raise ClosedError(self._why_stopped)
+                self.agents[rank] = agent
+                agent.groups[self.name] = self
+        record, rendezvous = self._answer(agent, AgentServer.replace, rank, next(self._numbers), self._told([rank]))
         with self.lock:
-            agent.groups[self.name] = self
-            self.agents[rank], self.records[rank] = agent, record._replace(channel="link")
+            self.records[rank] = record._replace(channel="link")
             self.reports.pop(rank, None)
         if rank == 0:
             self._rendezvous = rendezvous
