@@ -697,6 +697,35 @@ def test_calls_that_are_passed_on_keep_their_order(tree):
         assert found[0][0] == n if n % 3 else found.tolist() == [2 * n] * 5
 
 
+TREES_AT_ONCE = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from bandmaster.hosts import agent
+from bandmaster.hosts.handshake import Secret
+
+def connect(*args):
+    both.wait(20)
+    return real(*args)
+
+def start(said, shows):
+    return SimpleNamespace(arrivals=None, records=[], rendezvous={}), (0,)
+
+real, agent.connect, both, secret = agent.connect, connect, threading.Barrier(2), Secret.new()
+server, below = [agent.AgentServer(secret, "127.0.0.1", "test", start) for _ in range(2)]
+for name in "ab":
+    server.start(name, None)
+with ThreadPoolExecutor(2) as threads:
+    list(threads.map(lambda name: server.relay(name, [below.address], 1), "ab"))
+print([ranks.below == [server._below[below.address]] for ranks in server.groups.values()])
+"""
+
+
+def test_groups_that_form_trees_at_once_share_the_link_between_two_agents_on_which_calls_keep_their_order():
+    done = subprocess.run([sys.executable, "-c", TREES_AT_ONCE], capture_output=True, text=True, check=False)
+    assert done.stdout == "[True, True]\n", done.stderr
+
+
 def test_items_of_any_of_many_hosts_come_in_their_order(tree):
     sizes = [1, 30_000, 1, 2, 2, 5_000, 30_000, 3] * 2
     streams = [tree.items.options(replica=rank, maxsize=5).stream(sizes) for rank in range(11)]

@@ -333,9 +333,12 @@ class AgentServer:
         missing = [address for address in addresses if address not in self._below]
         made = {address: connect(address, self.secret, FOR_RELAY, self._place) for address in missing}
         with self._lock:
-            self._below.update(made)
-            for below in made.values():
-                self._serve(below, self._take)
+            for address, below in made.items():
+                if address in self._below:  # meanwhile, for another group: calls keep their order on one link alone
+                    below.close()
+                else:
+                    self._below[address] = below
+                    self._serve(below, self._take)
             ranks = self.groups[name]
             ranks.below, ranks.n_below = [self._below[address] for address in addresses], n_ranks
 
