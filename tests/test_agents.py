@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 import pytest
 from clock import idle_time
-from ctrl_c import interrupted_when
+from ctrl_c import done_when, interrupted_when
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,6 +93,10 @@ class Maker(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def process(self):
         return os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep(self, seconds):
+        time.sleep(seconds)
 
     @register(Dispatch.ONE_TO_ALL)
     def first(self, words):
@@ -374,6 +378,22 @@ def test_what_was_answered_before_a_group_is_closed_is_kept(kept_hosts):
         select.select([group._ownership.workers().arrivals], (), (), 30)
         group.close()
         assert len(called.result()) == 1
+
+
+def test_a_call_is_late_whose_group_another_thread_closes_as_hosts_are_asked_for_stacks(kept_hosts):
+    with bm.ResourcePool([1, 1], backend="hosts") as pool:
+        group = bm.WorkerGroup(pool, Maker)
+
+        def close():
+            closing = threading.Thread(target=group.close)
+            closing.start()
+            closing.join(30)
+
+        def is_asked(frame, kind, what):
+            return kind == "call" and frame.f_code is AgentLinks.ask.__code__
+
+        with done_when(is_asked, close), pytest.raises(bm.CallTimeout, match=r"no reply from rank 0, 1 within 0.2 s"):
+            group.sleep.options(timeout=0.2)(1.0)
 
 
 @settings(max_examples=25)

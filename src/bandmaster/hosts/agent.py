@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from bandmaster.codec import Payload
-from bandmaster.contract import ShowOutput, Signs, Written
+from bandmaster.contract import CLOSED, ShowOutput, Signs, Written
 from bandmaster.errors import ClosedError, ResourceError
 from bandmaster.errors.failure import Failure
 from bandmaster.hosts.handshake import Refused, Secret, welcome
@@ -302,6 +302,13 @@ class AgentServer:
             self._controller.post(kind, *content, large=large or {})
         self._poller.wake()
 
+    def _group(self, name: str) -> HostRanks:
+        """A group that is asked about. Raises ClosedError if it was stopped."""
+        ranks = self.groups.get(name)
+        if ranks is None:
+            raise ClosedError(self._stopped.get(name, CLOSED))
+        return ranks
+
     # --- questions: a controller asks for one of these methods ---
 
     def start(self, name: str, said: Any, number: int = 0) -> tuple[Sequence[Any], Any]:
@@ -326,7 +333,7 @@ class AgentServer:
 
     def announce(self, name: str, rendezvous: Mapping[str, str]) -> None:
         """Tell ranks of the rendezvous that rank 0 has opened on another host."""
-        self.groups[name].workers.announce(rendezvous)
+        self._group(name).workers.announce(rendezvous)
 
     def relay(self, name: str, addresses: Sequence[Address], n_ranks: int) -> None:
         """Pass calls of a group on to other agents, which have so many ranks of it together."""
@@ -339,7 +346,7 @@ class AgentServer:
                 else:
                     self._below[address] = below
                     self._serve(below, self._take)
-            ranks = self.groups[name]
+            ranks = self._group(name)
             ranks.below, ranks.n_below = [self._below[address] for address in addresses], n_ranks
 
     def stop(self, name: str, why: str) -> None:
@@ -361,18 +368,18 @@ class AgentServer:
 
     def stacks(self, name: str, numbers: Mapping[int, int | None]) -> Mapping[int, str]:
         """Return the stacks of ranks, given by the numbers of their calls."""
-        ranks = self.groups[name]
+        ranks = self._group(name)
         with self._lock:
             tickets = ranks.tickets(numbers)
         return dict(ranks.workers.stacks(tickets))
 
     def signs(self, name: str, ranks: Iterable[int]) -> Mapping[int, Signs]:
         """Return the signs of life of ranks."""
-        return self.groups[name].workers.signs(tuple(ranks))
+        return self._group(name).workers.signs(tuple(ranks))
 
     def kill(self, name: str, numbers: Mapping[int, int | None], why: str) -> None:
         """End the ranks that are at the calls with these numbers."""
-        ranks = self.groups[name]
+        ranks = self._group(name)
         with self._lock:
             tickets = ranks.tickets(numbers)
         ranks.workers.interrupt(tickets, why)
