@@ -1,6 +1,7 @@
 """Pools and groups that threads and finalizers make and close at once: nothing is given twice."""
 
 import gc
+import itertools
 import logging
 import os
 import signal
@@ -9,14 +10,17 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from inspect import CO_GENERATOR
 
 import pytest
-from ctrl_c import pressed
+from ctrl_c import pressed, pressed_when
 from ends import runs, until
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.backends import inprocess, local, machine, register_backend
+from bandmaster.pool.lease import Lease
 
 N_GPUS, N_THREADS, N_ROUNDS = 4, 8, 20
 TIMEOUT_S = 20
@@ -318,6 +322,40 @@ def test_ctrl_c_as_slots_are_reserved_and_released_leaves_their_gpus_free():
         reserve()
         n += 1
     assert n > 20
+
+
+def test_a_pool_whose_reservation_ctrl_c_has_interrupted_reserves_its_slots_once(gpus):
+    n, is_interrupted = 1, True
+    while is_interrupted:
+        steps = itertools.count(1)
+
+        def is_now(frame, kind, _, steps=steps, n=n):
+            is_step = kind in ("call", "return") and frame.f_back.f_code is Lease.open.__code__
+            return is_step and not frame.f_code.co_flags & CO_GENERATOR and next(steps) == n
+
+        with bm.ResourcePool([N_GPUS], backend="inprocess", use_gpu=True) as pool:
+            pool._give_back(bm.ResourcePool([1]))
+            is_interrupted = False
+            try:
+                with pressed_when(is_now):
+                    pool.reserve()
+            except KeyboardInterrupt:
+                is_interrupted = True
+            pool.reserve()
+        n += 1
+    assert n > 10
+
+
+def test_a_pool_that_ctrl_c_has_kept_from_giving_back_its_slots_has_slots_for_the_next_group(gpus):
+    n, is_interrupted = 1, True
+    while is_interrupted:
+        with bm.ResourcePool([N_GPUS], backend="inprocess", use_gpu=True) as pool:
+            is_interrupted = pressed(partial(pool._give_back, bm.ResourcePool([1])), n)
+            bm.WorkerGroup(pool, Holder)
+            with pytest.raises(bm.PlacementError, match="0 of 4 GPUs free"):
+                bm.ResourcePool([1], backend="inprocess", use_gpu=True).reserve()
+        n += 1
+    assert n > 10
 
 
 def test_ctrl_c_as_a_pool_closes_leaves_neither_slots_nor_groups_to_close_all(gpus):

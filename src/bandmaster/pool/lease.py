@@ -67,13 +67,14 @@ class Lease:
         self._set_entries()
         self._timeout_s = timeout_s
         self._lock = threading.RLock()  # held while the backend reserves the slots
-        self._release: weakref.finalize[Any, Lease] | None = None  # also if the slots belong to others
+        self._held: list[tuple[Backend, Any]] = []  # to be released; empty if the slots belong to others
+        self._end_if_dropped = weakref.finalize(self, _release, self._held)
         in_forks(self, Lease._end_in_fork)
 
     def _set_entries(self) -> None:
-        n_used = len(self.request.workers) - self.request.n_spares
-        self.entries = list(range(n_used))
-        self.spares = list(range(n_used, len(self.request.workers)))
+        entries = list(range(len(self.request.workers)))
+        n_used = len(entries) - self.request.n_spares
+        self.entries, self.spares = entries[:n_used], entries[n_used:]
 
     def open(self) -> None:
         """Reserve the slots."""
@@ -81,9 +82,10 @@ class Lease:
         check_not_held(self._lock, RESERVING)
         with self._lock:
             if not self.is_reserved:
+                self._end()  # where Ctrl-C came as the slots were reserved or given back
                 backend = get_backend(self.backend)
                 reservation = backend.reserve(self.request, self._timeout_s)
-                self._release = weakref.finalize(self, _released, backend, reservation)
+                self._held.append((backend, reservation))
                 self.reservation = reservation
             if self.is_closed:  # another thread closed it meanwhile
                 self._end()
@@ -91,16 +93,16 @@ class Lease:
     def give_back(self) -> None:
         """Release the slots until `open` reserves some again, unless a group is on them or they belong to others."""
         with self._lock, occupying:
-            if self._release is not None and not self.is_closed and not any(self.holders.values()):
-                self._end()
-                self._release = self.reservation = None
+            if self._held and not self.is_closed and not any(self.holders.values()):
+                self.reservation = None  # first: if Ctrl-C comes, no group is put on what is perhaps released
                 self._set_entries()
+                self._end()
 
     def take_over(self, reservation: Any) -> None:
         """Use slots that were reserved elsewhere, of the same number and kind; whoever reserved them releases them."""
         with self._lock:
+            self.reservation = reservation
             self._end()
-            self.reservation, self._release = reservation, None
 
     @property
     def is_reserved(self) -> bool:
@@ -133,8 +135,9 @@ class Lease:
             for node, entry in enumerate(self.entries):
                 if nodes[entry] is None:
                     spare = self._spare_for(entry, nodes)
-                    self.spares.remove(spare)
-                    self.entries[node] = spare
+                    left, entries = [other for other in self.spares if other != spare], list(self.entries)
+                    entries[node] = spare
+                    self.entries, self.spares = entries, left  # in one step, as Ctrl-C may come
 
     def _spare_for(self, entry: int, nodes: Sequence[Node | None]) -> int:
         size, choice = self.request.workers[entry], self.request.choice(entry)
@@ -155,6 +158,7 @@ class Lease:
         try:
             close_all(self.groups)
             self._end()
+            self._end_if_dropped.detach()
         except UsageError:
             self.is_closed = False
             raise
@@ -166,23 +170,23 @@ class Lease:
             raise
 
     def _end(self) -> None:
-        release = self._release  # which another thread may take away
-        if release is not None and (armed := release.peek()) is not None:
-            armed[1](*armed[2])  # and only then disarmed, so that Ctrl-C in between leaves it to the next
-            release.detach()
+        _release(self._held)
 
     def _end_in_fork(self) -> None:
-        if self._release is not None:
-            self._release.detach()
+        self._held.clear()
 
 
-def _released(backend: Backend, reservation: Any) -> None:
-    """Release the slots of a reservation."""
-    try:
-        backend.release(reservation)
-    except BaseException:  # Ctrl-C, also during a collection: each step of a release may be taken again
-        backend.release(reservation)
-        raise
+def _release(held: list[tuple[Backend, Any]]) -> None:
+    """Release the slots of reservations."""
+    for each in list(held):
+        backend, reservation = each
+        try:
+            backend.release(reservation)
+        except BaseException:  # Ctrl-C, also during a collection: each step of a release may be taken again
+            backend.release(reservation)
+            raise
+        with contextlib.suppress(ValueError):  # another thread has done it, too
+            held.remove(each)
 
 
 SlotKey = tuple[Lease, int, int]  # what identifies a slot: node of the pool, and index there
