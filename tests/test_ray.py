@@ -12,10 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
-from ctrl_c import pressed
+from ctrl_c import pressed, pressed_when
+from ray.util.placement_group import PlacementGroup
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
+from bandmaster.backends.ray.backend import RayBackend, gpus_of
+from bandmaster.platform.limits import start_thread
 from bandmaster.testing import no_leaks
 
 FAST = ("controller_killed", "node_lost", "session_ended")
@@ -52,6 +55,34 @@ def test_ctrl_c_as_slots_are_reserved_and_released_leaves_no_placement_group(ray
         while pressed(reserve, n):
             n += 7  # as each step would take half a minute
     assert n > 200
+
+
+@pytest.mark.parametrize("step", [PlacementGroup.wait, gpus_of])
+def test_slots_are_free_after_ctrl_c_though_its_traceback_is_kept(ray_cluster, step):
+    n = int(ray_cluster.cluster_resources()["GPU"])
+    pool = bm.ResourcePool([n], backend="ray", use_gpu=True, placement_timeout=5)
+
+    def is_now(frame, kind, _):
+        return kind == "call" and frame.f_code is step.__code__
+
+    with pytest.raises(KeyboardInterrupt) as interrupted, pressed_when(is_now):
+        pool.reserve()
+    with pool:
+        assert interrupted.tb
+
+
+def test_workers_end_after_ctrl_c_though_its_traceback_is_kept(ray_cluster):
+    def is_now(frame, kind, _):
+        return kind == "call" and (frame.f_code, frame.f_back.f_code) == (
+            start_thread.__code__,
+            RayBackend.start.__code__,
+        )
+
+    with bm.ResourcePool([2], backend="ray") as pool:
+        bm.WorkerGroup(pool, Look).close()  # the process that forks the workers has started
+        with no_leaks(kinds=["processes"]), pytest.raises(KeyboardInterrupt) as interrupted, pressed_when(is_now):
+            bm.WorkerGroup(pool, Look)
+        assert interrupted.tb
 
 
 @pytest.mark.parametrize("each", [1, 2])

@@ -34,7 +34,7 @@ from bandmaster.backends.local import LocalBackend, default_modules
 from bandmaster.backends.ray.agents import AgentKey, RayAgents
 from bandmaster.backends.ray.in_worker import SETUP_HOOK, is_name
 from bandmaster.backends.ray.session import PLACE, START_TIMEOUT_S, RayConnection, RaySession
-from bandmaster.contract import Launch
+from bandmaster.contract import NOT_STARTED, Launch
 from bandmaster.errors import UsageError
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.plan.placement import Node, Request, assign_nodes, cannot_place
@@ -67,7 +67,8 @@ REFUSED_OPTIONS = {  # of @ray.remote, and what to do instead
 class PlacementGroups(list[PlacementGroup]):
     """Placement groups that this process has made. They are removed when nothing refers to this any more.
 
-    The name of each is noted before it is made, so that none is left behind, whenever Ctrl-C comes.
+    The name of each is noted before it is made, so that none is left behind, whenever Ctrl-C comes. As a context
+    manager, it removes them at once if the block raises: a notebook keeps the traceback, which refers to this.
     """
 
     def __init__(self) -> None:
@@ -78,6 +79,13 @@ class PlacementGroups(list[PlacementGroup]):
 
     def __reduce__(self) -> tuple[object, ...]:
         return tuple, (tuple(self),)
+
+    def __enter__(self) -> PlacementGroups:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.remove_all()
 
     def make(self, name: str, bundles: Sequence[Mapping[str, float]], node: str, life: str | None) -> None:
         """Make one more.
@@ -247,7 +255,8 @@ class RayBackend:
         groups = placed(names, bundles, keys, deadline)
         if groups is None:
             return None
-        return RayReservation(request.name, groups, tuple(keys), gpus_of(groups, request), RaySession())
+        with groups:
+            return RayReservation(request.name, groups, tuple(keys), gpus_of(groups, request), RaySession())
 
     def nodes(self, reservation: RayReservation) -> list[Node | None]:
         """The node of each entry; where the agent of a host is gone, it is found out at once whether the host is."""
@@ -287,10 +296,14 @@ class RayBackend:
         launch = replace(launch, variables={**ours, **known, **launch.env, **launch.variables})
         if is_here:
             place = self._place(launch, range(len(nodes)), ray.util.get_node_ip_address())
+            session, raylet = launch.slots[0].reservation.session, _raylet(ray.get_runtime_context().get_node_id())
             workers = self.local.start_ranks(launch, place, [slot.reservation for slot in launch.slots])
-            raylet = _raylet(ray.get_runtime_context().get_node_id())
-            session = launch.slots[0].reservation.session
-            start_thread("bandmaster-ray-session", _end_with_ray, weakref.ref(workers), launch.group, session, raylet)
+            watched = weakref.ref(workers)
+            try:
+                start_thread("bandmaster-ray-session", _end_with_ray, watched, launch.group, session, raylet)
+            except BaseException:
+                workers.stop(NOT_STARTED)
+                raise
             return workers
         ranks: dict[str, list[int]] = {}
         for rank, node in enumerate(nodes):
@@ -331,8 +344,7 @@ def placed(
         deadline: Until when to wait for them, as `time.monotonic`.
         life: Their lifetime, as Ray calls it.
     """
-    groups = PlacementGroups()
-    with contextlib.suppress(GetTimeoutError):
+    with PlacementGroups() as groups, contextlib.suppress(GetTimeoutError):
         for name, wanted, key in zip(names, bundles, keys, strict=True):
             groups.make(name, wanted, key, life)
         if all(group.wait(1.0) for group in groups):

@@ -82,7 +82,8 @@ class ActorBackend(RayBackend):
         groups = backend.placed(names, bundles, keys, deadline, "detached" if is_detached else None)
         if groups is None:
             return None
-        made = ActorReservation.of(request.name, groups, are_free=True)
+        with groups:
+            made = ActorReservation.of(request.name, groups, are_free=True)
         if is_detached:
             groups.keep()
             return replace(made, groups=tuple(groups))
