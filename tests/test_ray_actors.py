@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import threading
 import time
 from functools import partial
 
@@ -10,13 +11,18 @@ import numpy as np
 import pytest
 from clock import idle_time
 from commands import MINE
+from ctrl_c import done_when, interrupted_when
+from ends import until
 from hosts import spread
+from ray.util import list_named_actors
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register
 from bandmaster.cli import main
 from bandmaster.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from bandmaster.single_controller.ray.actor_workers import ActorWorkers
 
+DEADLINE = 60
 pytestmark = pytest.mark.slow  # each actor is a process of Ray's own
 
 
@@ -343,6 +349,43 @@ def test_a_rank_that_is_busy_for_others_is_not_ended_with_a_call_that_failed(ray
             group.raise_on.options(grace=2)(0)  # less than the nap, and enough to reply in afterwards
         assert ray_cluster.get(busy, timeout=20) == 1
         assert group.nap_on(0, 0) == [0, 1]
+
+
+class Replaceable(bm.Worker):
+    def on_replace(self, rank, state): ...
+
+
+def test_a_group_shows_all_ranks_as_and_after_ctrl_c_interrupts_a_replacement(ray_cluster):
+    def has_been_ended(frame, kind, what):
+        return kind == "call" and frame.f_code is ActorWorkers._begun.__code__
+
+    with pool_of(2) as pool:
+        group = group_of(pool, Replaceable)
+        before = group.describe().splitlines()
+        with interrupted_when(has_been_ended):
+            group.replace(0)
+        lines = group.describe().splitlines()
+        assert len(group.workers) == 2 and len(lines) == len(before) and lines[-1] == before[-1]
+        group.replace(0)
+        assert len(group.workers) == 2 and group.describe().splitlines()[-1] == before[-1]
+
+
+@pytest.mark.parametrize("step", [ActorWorkers._kill, ActorWorkers._begun, ActorWorkers._open, ActorWorkers._announce])
+def test_a_group_that_another_thread_closes_as_an_actor_is_replaced_leaves_no_actor(ray_cluster, step):
+    def is_now(frame, kind, what):
+        return kind == "call" and frame.f_code is step.__code__
+
+    def close():
+        closing = threading.Thread(target=group.close)
+        closing.start()
+        closing.join(DEADLINE)
+
+    with pool_of(2) as pool:
+        group = group_of(pool, Replaceable)
+        names = group.worker_names
+        with done_when(is_now, close), pytest.raises(bm.ClosedError, match="the group was closed"):
+            group.replace(0)
+        until(lambda: not any(name in names for name in list_named_actors()))
 
 
 def test_worker_names_can_be_taken_once(ray_cluster):

@@ -114,6 +114,7 @@ class ActorWorkers:
         self._session = RaySession()
         self.actors: dict[int, Any] = {}
         self._infos: dict[int, ActorInfo] = {}  # the reports of the running actors, by rank
+        self._last_infos: dict[int, ActorInfo] = {}  # also of one that was ended, until its successor reports
         self._here = host_identity()
         self._client = LaneClient(self._how_it_died)
         self.deaths: Mapping[int, Failure] = self._client.deaths
@@ -128,7 +129,7 @@ class ActorWorkers:
             ranks = range(len(launch.slots))
             for rank in ranks:
                 self.actors[rank] = start_actor(launch, rank)
-            self._infos.update(self._begun(ranks))
+            self._have_begun(ranks)
             self._open(ranks)
         except BaseException:
             self.stop(NOT_STARTED)
@@ -142,12 +143,12 @@ class ActorWorkers:
     @property
     def address(self) -> tuple[str, str]:
         """Host and port of the rendezvous on rank 0."""
-        return self._infos[0].address, str(self._infos[0].rendezvous_port)
+        return self._last_infos[0].address, str(self._last_infos[0].rendezvous_port)
 
     @property
     def nodes(self) -> list[str]:
         """The id of Ray's node of each rank."""
-        return [self._infos[rank].node for rank in sorted(self._infos)]
+        return [info.node for _, info in sorted(self._last_infos.items())]
 
     def _open(self, ranks: Sequence[int]) -> None:
         """Prepare actors that have begun, and open lanes to those on this host."""
@@ -165,6 +166,11 @@ class ActorWorkers:
     def _overwritten(self) -> dict[str, str]:
         """The variables that Ray sets in workers whatever ``runtime_env`` asks for."""
         return {name: value for name, value in self._launch.env.items() if name == "PYTHONBREAKPOINT"}
+
+    def _have_begun(self, ranks: Sequence[int]) -> None:
+        found = self._begun(ranks)
+        self._infos.update(found)
+        self._last_infos.update(found)
 
     def _begun(self, ranks: Sequence[int]) -> dict[int, ActorInfo]:
         """Wait until the processes of new actors run, and return their reports.
@@ -256,22 +262,24 @@ class ActorWorkers:
 
         Raises:
             PlacementError: Its host is lost; nothing was done.
+            ClosedError: Another thread has stopped the workers.
         """
         self._check_hosts([rank])
-        if rank in self.actors:
-            self._kill([rank], REPLACED, FailureKind.DIED)
+        self._kill([rank], REPLACED, FailureKind.DIED)
         try:
             self.actors[rank] = self._start_actor(replace(self._launch, is_again=True), rank)
             with self._lock:
                 self._client.deaths.pop(rank, None)
             self._told.pop(rank, None)
             self._infos.pop(rank, None)
-            self._infos.update(self._begun([rank]))
+            self._have_begun([rank])
             self._open([rank])
             if rank == 0:
                 self._announce()
-        except BaseException:
+        except BaseException as error:
             self._kill([rank], "ended by the controller, because it could not be started")
+            if self._client.is_stopped and isinstance(error, Exception):  # any step may fail without the actors
+                raise ClosedError(CLOSED) from None
             raise
 
     def _announce(self) -> None:
@@ -297,7 +305,7 @@ class ActorWorkers:
                 "lane" if rank in self._has_lane else "ray",
                 partial(self._hand_out, rank),
             )
-            for rank, info in sorted(self._infos.items())
+            for rank, info in sorted(self._last_infos.items())
         ]
 
     def _hand_out(self, rank: int) -> Any:
@@ -516,8 +524,9 @@ class ActorWorkers:
         for rank in ranks:
             with self._lock:
                 self._client.note_death(rank, replace(self._death(rank, why), kind=kind))
-            if self._session.is_current:
-                ray.kill(self.actors[rank])
+            actor = self.actors.get(rank)  # `stop` takes them away
+            if actor is not None and self._session.is_current:
+                ray.kill(actor)
             self._has_lane.discard(rank)
             self._serving.discard(rank)
 
@@ -706,7 +715,7 @@ class AttachedWorkers(ActorWorkers):
             rank = self._asked.pop(reference)
             info = self.fetch(RayTicket(reference, rank, 0))
             if isinstance(info, ActorInfo):
-                self._infos[rank] = info
+                self._infos[rank] = self._last_infos[rank] = info
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
         """Wait for tickets, see `ActorWorkers.wait`, and take the infos of actors that have arrived."""
