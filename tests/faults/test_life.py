@@ -18,7 +18,7 @@ import psutil
 import pytest
 from clock import idle_time
 from ctrl_c import done_when
-from ends import abort_with_a_dump, deadlock, exit_three, kill_oneself, runs, segfault, wait_for, wait_until_gone
+from ends import abort_with_a_dump, deadlock, exit_three, kill_oneself, runs, segfault, until, wait_for, wait_until_gone
 
 import bandmaster as bm
 from bandmaster import Dispatch, WorkerDied, register
@@ -332,6 +332,24 @@ def test_closing_a_group_whose_processes_are_being_looked_at_is_no_death(group, 
     while any(thread.name == "bandmaster-progress" for thread in threading.enumerate()):
         assert idle_time() < until
         time.sleep(0.01)  # polling the thread of callbacks, which ends with the last of them
+    assert errors == []
+
+
+def test_replacing_a_rank_while_the_processes_are_looked_at_is_no_death(group, monkeypatch):
+    workers, errors, pid = group._ownership.workers(), [], pids(group)[1]
+    check = workers.check
+
+    def is_ended_meanwhile(is_thorough=True):
+        is_running = check(is_thorough)
+        monkeypatch.undo()
+        group._end_watches()  # as `replace` does before it ends the process
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: check() and workers.deaths)
+        return is_running
+
+    monkeypatch.setattr(workers, "check", is_ended_meanwhile)
+    group.on_death(errors.append)
+    until(lambda: all(thread.name != "bandmaster-progress" for thread in threading.enumerate()))
     assert errors == []
 
 

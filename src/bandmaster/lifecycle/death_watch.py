@@ -57,8 +57,8 @@ class DeathWatch:
             if is_due:  # the more frequent checks that are not thorough must not postpone it
                 self.due = time.monotonic() + LOOK_S
             return False
-        if not self.workers.check(is_thorough=False):
-            return True  # they were stopped during the check
+        if self._is_over or not self.workers.check(is_thorough=False):
+            return True  # they were stopped, or a rank was ended to be replaced, during the check
         where = {rank: self._site.mesh.coordinates(rank) for rank in deaths}
         try:
             self._callback(WorkerDied(self._site.method, deaths, where, self._site.group, self._site.mesh.shown_axes))
