@@ -20,7 +20,7 @@ import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register
 from bandmaster.cli import main
 from bandmaster.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from bandmaster.single_controller.ray.actor_workers import ActorWorkers
+from bandmaster.single_controller.ray.actor_workers import ActorWorkers, AttachedWorkers
 
 DEADLINE = 60
 pytestmark = pytest.mark.slow  # each actor is a process of Ray's own
@@ -349,6 +349,27 @@ def test_a_rank_that_is_busy_for_others_is_not_ended_with_a_call_that_failed(ray
             group.raise_on.options(grace=2)(0)  # less than the nap, and enough to reply in afterwards
         assert ray_cluster.get(busy, timeout=20) == 1
         assert group.nap_on(0, 0) == [0, 1]
+
+
+def test_threads_may_make_the_first_calls_of_an_attached_group_at_once(ray_cluster):
+    def takes_the_first_info(frame, kind, what):
+        return kind == "call" and (frame.f_code, frame.f_back.f_code) == (
+            ActorWorkers.fetch.__code__,
+            AttachedWorkers._take_infos.__code__,
+        )
+
+    def call():
+        calling = threading.Thread(target=other.execute_all_sync, args=("look",))
+        calling.start()
+        calling.join(DEADLINE)
+
+    with pool_of(2) as pool:
+        group = group_of(pool, Big)
+        other = attached_to(group, Big)
+        ray_cluster.get([actor.__ray_ready__.remote() for actor in group.workers])
+        with done_when(takes_the_first_info, call):
+            assert other.execute_all_sync("look") == group.execute_all_sync("look")
+        other.close()
 
 
 class Replaceable(bm.Worker):

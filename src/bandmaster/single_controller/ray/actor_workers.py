@@ -712,7 +712,8 @@ class AttachedWorkers(ActorWorkers):
         """Take the infos that have arrived. An actor sends its own before it replies to any call of this group."""
         ready = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)[0] if self._asked else []
         for reference in ready:
-            rank = self._asked.pop(reference)
+            if (rank := self._asked.pop(reference, None)) is None:
+                continue  # another thread takes it
             info = self.fetch(RayTicket(reference, rank, 0))
             if isinstance(info, ActorInfo):
                 self._infos[rank] = self._last_infos[rank] = info
