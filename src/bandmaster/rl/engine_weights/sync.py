@@ -212,7 +212,7 @@ class EngineSync(Restores):
         return None
 
     def _try_again(self, lost: Lost | None, begun: Begun, version: Any, in_flight: PauseMode) -> None:
-        """As long as there was no replica, wait for one and try again. The lock is not held meanwhile."""
+        """Wait for a replica and try again, while a sync finds none. The lock is free during a wait."""
         while lost is not None:
             is_healed = self._is_healed(beyond=lost.n_healed)
             if lost.error is not None and not is_healed:
