@@ -221,6 +221,24 @@ def test_a_rank_that_another_agent_starts_as_its_host_is_lost_ends_with_its_grou
             assert last.groups() == [["Replaceable"]] * 3
 
 
+def test_a_rank_stays_dead_whose_group_another_thread_closes_as_it_is_replaced(kept_hosts):
+    with bm.ResourcePool([1, 1], backend="hosts") as pool:
+        group = bm.WorkerGroup(pool, Replaceable)
+        workers = group._ownership.workers()
+
+        def close():
+            closing = threading.Thread(target=group.close)
+            closing.start()
+            closing.join(30)
+
+        def is_answered(frame, kind, what):
+            return kind == "return" and frame.f_code is AgentWorkers._answer.__code__
+
+        with done_when(is_answered, close), pytest.raises(bm.ClosedError, match="the group was closed"):
+            group.replace(1)
+        assert set(workers.deaths) == {0, 1}, "else a request to it would wait for ever"
+
+
 ENDED_WHILE_IT_STARTS = """
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -484,6 +484,8 @@ class AgentWorkers(Client):
         elif self._rendezvous != rendezvous:
             self._answer(agent, AgentServer.announce, self._rendezvous)
         with self.lock:
+            if self._why_stopped is not None:
+                raise ClosedError(self._why_stopped)
             if agent.lost is None:
                 del self.deaths[rank]  # last: after Ctrl-C before that, it is dead
 
