@@ -246,10 +246,10 @@ from types import SimpleNamespace
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 
-begun, may_start, why = threading.Event(), threading.Event(), []
+begun, may_start, why = threading.Semaphore(0), threading.Event(), []
 
 def start(said, shows):
-    begun.set()
+    begun.release()
     assert may_start.wait(20)
     return SimpleNamespace(stop=why.append, arrivals=None, records=[], rendezvous={}), (0,)
 
@@ -259,7 +259,7 @@ def replace(number):
 server = AgentServer(Secret.new(), "127.0.0.1", "test", start)
 with ThreadPoolExecutor(3) as threads:
     starts = [threads.submit(server.start, "group", None), *[threads.submit(replace, n) for n in (1, 2)]]
-    assert begun.wait(20)
+    assert begun.acquire(timeout=20) and begun.acquire(timeout=20)  # the second replacement waits for the first one
     server.stop("group", "interrupted")
     may_start.set()
 print([str(start.exception()) for start in starts], why, server.groups)
@@ -267,9 +267,9 @@ print([str(start.exception()) for start in starts], why, server.groups)
 
 
 def test_the_ranks_of_a_group_that_is_ended_while_they_start_are_ended():
-    """One may be started in place of one on a lost host, and again where Ctrl-C has ended the wait for that."""
+    """One may be started in place of one on a lost host; where Ctrl-C has ended the wait, another one starts none."""
     done = subprocess.run([sys.executable, "-c", ENDED_WHILE_IT_STARTS], capture_output=True, text=True, check=False)
-    assert done.stdout == f"{['interrupted'] * 3} {['interrupted'] * 3} {{}}\n", done.stderr
+    assert done.stdout == f"{['interrupted'] * 3} {['interrupted'] * 2} {{}}\n", done.stderr
 
 
 REPLACED_WHILE_A_REQUEST_WAITS = """
@@ -358,6 +358,33 @@ def test_a_rank_is_replaced_once_at_a_time_and_not_by_a_message_that_is_late():
     done = subprocess.run([sys.executable, "-c", REPLACED_TWICE_AT_ONCE], capture_output=True, text=True, check=False)
     expected = "begun\nFalse\ndone\nbegun\ndone\nrank 0 was replaced again meanwhile\n"
     assert done.stdout == expected, done.stderr
+
+
+GROUPS_REPLACED_AT_ONCE = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from bandmaster.hosts.agent import AgentServer
+from bandmaster.hosts.handshake import Secret
+
+def replace(rank):
+    both.wait(10)
+
+def start(said, shows):
+    return SimpleNamespace(arrivals=None, reports={}, deaths={}, records=[0], rendezvous={}, replace=replace), (0,)
+
+both = threading.Barrier(2)
+server = AgentServer(Secret.new(), "127.0.0.1", "test", start)
+for name in "ab":
+    server.start(name, None)
+with ThreadPoolExecutor(2) as threads:
+    print(list(threads.map(lambda name: server.replace(name, 0, 1, None), "ab")))
+"""
+
+
+def test_a_rank_is_replaced_while_one_of_another_group_takes_long():
+    done = subprocess.run([sys.executable, "-c", GROUPS_REPLACED_AT_ONCE], capture_output=True, text=True, check=False)
+    assert done.stdout == "[(0, {}), (0, {})]\n", done.stderr
 
 
 # --- rows between hosts ---

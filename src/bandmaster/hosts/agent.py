@@ -91,7 +91,7 @@ class AgentServer:
         self.groups: dict[str, HostRanks] = {}
         self._called: dict[tuple[Link, str], HostRanks] = {}  # groups as workers of other hosts call them
         self._stopped: dict[str, str] = {}  # groups that were ended, and why: no rank of them starts any more
-        self._replacing = threading.Lock()  # held while a rank is replaced
+        self._replacing: dict[str, threading.Lock] = {}  # by group: held while a rank is replaced
         self._controller: Link
         self._below: dict[Address, Link] = {}  # by address: agents that this one passes calls on to
         self._written: deque[Written] = deque()  # output that the controller is to show
@@ -319,6 +319,8 @@ class AgentServer:
             said: The request of the controller.
             number: As for `replace`.
         """
+        if name in self._stopped:
+            raise ClosedError(self._stopped[name])
         workers, ranks = self._start(said, self.show)
         with self._lock:
             why = self._stopped.get(name)
@@ -353,6 +355,7 @@ class AgentServer:
         """End the part of a group."""
         with self._lock:
             self._stopped[name] = why  # first: a rank may be about to start
+            self._replacing.pop(name, None)
             ranks = self.groups.pop(name, None)
             if ranks is not None and ranks.workers.arrivals is not None:
                 self._poller.ignore(ranks.workers.arrivals)
@@ -394,7 +397,9 @@ class AgentServer:
                 earlier one, which must not end the worker that a later one has started.
             said: The request to start the rank, which may have been on a host that is lost.
         """
-        with self._replacing:
+        with self._lock:
+            replacing = self._replacing.setdefault(name, threading.Lock())
+        with replacing:
             ranks = self.groups.get(name)
             if ranks is None:
                 (record,), rendezvous = self.start(name, said, number)
