@@ -438,7 +438,7 @@ def test_a_call_is_late_whose_group_another_thread_closes_as_hosts_are_asked_for
             return kind == "call" and frame.f_code is AgentLinks.ask.__code__
 
         with done_when(is_asked, close), pytest.raises(bm.CallTimeout, match=r"no reply from rank 0, 1 within 0.2 s"):
-            group.sleep.options(timeout=0.2)(1.0)
+            group.sleep.options(timeout=0.2)(5.0)
 
 
 @settings(max_examples=25)

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from by_value import sent_by_value
-from ctrl_c import interrupted_when
 from ends import until
 from later import Later
 
@@ -483,16 +482,6 @@ def test_a_turn_goes_on_with_the_longest_sequence_that_it_begins_with():
     assert [episode.n_turns for episode in episodes] == [2, 1, 1]
     assert episodes[0].tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert np.flatnonzero(episodes[0].mask).tolist() == [3, 5]
-
-
-def test_ctrl_c_as_sessions_are_taken_loses_none():
-    recorder = Recorder(100, None, keeps=True)
-    for session in ("a", "b"):
-        recorder.add(turn_of([1], [2], session))
-    with interrupted_when(lambda frame, kind, _: kind == "call" and frame.f_code is episodes_of.__code__):
-        recorder.take(None)
-    assert [episode.session for episode in recorder.take(None)] == ["a", "b"]
-    assert recorder.sessions() == []
 
 
 def test_what_is_taken_makes_room_and_the_session_with_the_newest_turn_stays():

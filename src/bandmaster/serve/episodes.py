@@ -187,9 +187,7 @@ class Recorder:
     def take(self, session: str | None) -> list[Episode]:
         """The episodes of a session, or of all, which are forgotten."""
         with self._lock:
-            taken = dict(self._turns) if session is None else {session: self._turns.get(session, [])}
-            episodes = [episode for turns in taken.values() for episode in episodes_of(turns)]
-            n_tokens = self._n_tokens - sum(turn.n_tokens for turns in taken.values() for turn in turns)
-            left = {name: turns for name, turns in self._turns.items() if name not in taken}
-            self._turns, self._n_tokens = left, n_tokens  # last: Ctrl-C before loses no turn
-        return episodes
+            names = list(self._turns) if session is None else [session]
+            taken = [self._turns.pop(name, []) for name in names]
+            self._n_tokens -= sum(turn.n_tokens for turns in taken for turn in turns)
+        return [episode for turns in taken for episode in episodes_of(turns)]

@@ -220,7 +220,7 @@ class ActorWorkers:
     def _check_hosts(self, ranks: Sequence[int]) -> None:
         """Raise PlacementError if Ray says that the host of the slot of one of these ranks is lost."""
         slots = self._launch.slots
-        by_node = {slots[rank].reservation.groups[slots[rank].node]: rank for rank in ranks}
+        by_node = {slots[rank].reservation.groups[slots[rank].node]: rank for rank in reversed(ranks)}
         for group, rank in by_node.items():  # Ray's answer takes a millisecond
             self._session.check(self._group)  # Ray's calls would start it anew
             if is_lost(group):
