@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 from commands import MINE
-from ends import runs, wait_until_gone
+from ends import runs, until, wait_until_gone
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register
@@ -327,6 +327,7 @@ def run_doctor_with_ray(address):
 
 
 def test_doctor_shows_a_cluster(ray_cluster):
+    until(lambda: ray_cluster.available_resources().get("CPU") == 16)  # Ray frees the slots of the last test later
     run = run_doctor_with_ray(ray_cluster.get_runtime_context().gcs_address)
 
     assert "the Ray cluster\nnode" in run.stdout, run.stdout + run.stderr
