@@ -92,6 +92,7 @@ class AgentServer:
         self._called: dict[tuple[Link, str], HostRanks] = {}  # groups as workers of other hosts call them
         self._stopped: dict[str, str] = {}  # groups that were ended, and why: no rank of them starts any more
         self._replacing: dict[str, threading.Lock] = {}  # by group: held while a rank is replaced
+        self._last_replacement: dict[str, int] = {}  # by group: its number
         self._controller: Link
         self._below: dict[Address, Link] = {}  # by address: agents that this one passes calls on to
         self._written: deque[Written] = deque()  # output that the controller is to show
@@ -311,21 +312,15 @@ class AgentServer:
 
     # --- questions: a controller asks for one of these methods ---
 
-    def start(self, name: str, said: Any, number: int = 0) -> tuple[Sequence[Any], Any]:
-        """Start the part of a group: where each rank is, and how others find rank 0 if it is one of them.
-
-        Args:
-            name: The group.
-            said: The request of the controller.
-            number: As for `replace`.
-        """
+    def start(self, name: str, said: Any) -> tuple[Sequence[Any], Any]:
+        """Start the part of a group: where each rank is, and how others find rank 0 if it is one of them."""
         if name in self._stopped:
             raise ClosedError(self._stopped[name])
         workers, ranks = self._start(said, self.show)
         with self._lock:
             why = self._stopped.get(name)
             if why is None:
-                self.groups[name] = HostRanks(workers, ranks, self._store, self._poller.wake, number)
+                self.groups[name] = HostRanks(workers, ranks, self._store, self._poller.wake)
                 if workers.arrivals is not None:
                     self._poller.watch(workers.arrivals, lambda _: workers.check(is_thorough=False))
         if why is not None:
@@ -356,6 +351,7 @@ class AgentServer:
         with self._lock:
             self._stopped[name] = why  # first: a rank may be about to start
             self._replacing.pop(name, None)
+            self._last_replacement.pop(name, None)
             ranks = self.groups.pop(name, None)
             if ranks is not None and ranks.workers.arrivals is not None:
                 self._poller.ignore(ranks.workers.arrivals)
@@ -400,13 +396,13 @@ class AgentServer:
         with self._lock:
             replacing = self._replacing.setdefault(name, threading.Lock())
         with replacing:
+            if number < self._last_replacement.get(name, 0):
+                raise ClosedError(f"rank {rank} was replaced again meanwhile")
+            self._last_replacement[name] = number
             ranks = self.groups.get(name)
             if ranks is None:
-                (record,), rendezvous = self.start(name, said, number)
+                (record,), rendezvous = self.start(name, said)
                 return record, rendezvous
-            if number < ranks.last_replacement:
-                raise ClosedError(f"rank {rank} was replaced again meanwhile")
-            ranks.last_replacement = number
             with self._lock:
                 for those in [ranks, *[called for (_, other), called in self._called.items() if other == name]]:
                     those.forget(rank)

@@ -129,30 +129,20 @@ class HostRanks:
         home: The connection that calls come by, and replies go back by.
         below: The connections to agents that calls for all hosts are passed on to.
         n_below: The number of ranks that these have, and those below them.
-        last_replacement: The number of the last replacement, which the controller has given it.
 
     Args:
         workers: The workers.
         ranks: Their ranks.
         store: Keeps rows that calls leave here.
         wake: Has the agent look for replies that are to be sent.
-        number: As `last_replacement`.
     """
 
-    def __init__(
-        self,
-        workers: WorkersHere,
-        ranks: Sequence[int],
-        store: RowStore,
-        wake: Callable[[], object],
-        number: int = 0,
-    ) -> None:
+    def __init__(self, workers: WorkersHere, ranks: Sequence[int], store: RowStore, wake: Callable[[], object]) -> None:
         self.workers, self.ranks = workers, tuple(ranks)
         self._store, self._wake = store, wake
         self.home: Link | None = None
         self.below: list[Link] = []
         self.n_below = 0
-        self.last_replacement = number
         self._queue: deque[_Queued] = deque()  # calls that wait for rows, and what is behind them
         self._open: dict[int, dict[int, Any]] = {rank: {} for rank in ranks}  # tickets by rank and number
         self._n_missing: dict[int, int] = {}  # by number of the call: the replies that are still to come
