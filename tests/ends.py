@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 
 import psutil
@@ -43,6 +44,13 @@ def runs(pid):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def in_another_thread(act, *args):
+    """Call a function in another thread, and wait until it has returned."""
+    acting = threading.Thread(target=act, args=args)
+    acting.start()
+    acting.join(60)
 
 
 def until(holds, timeout_s=60.0):

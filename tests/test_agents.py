@@ -19,6 +19,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,6 +27,7 @@ import psutil
 import pytest
 from clock import idle_time
 from ctrl_c import done_when, interrupted_when
+from ends import in_another_thread
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -226,15 +228,13 @@ def test_a_rank_stays_dead_whose_group_another_thread_closes_as_it_is_replaced(k
         group = bm.WorkerGroup(pool, Replaceable)
         workers = group._ownership.workers()
 
-        def close():
-            closing = threading.Thread(target=group.close)
-            closing.start()
-            closing.join(30)
-
         def is_answered(frame, kind, what):
             return kind == "return" and frame.f_code is AgentWorkers._answer.__code__
 
-        with done_when(is_answered, close), pytest.raises(bm.ClosedError, match="the group was closed"):
+        with (
+            done_when(is_answered, partial(in_another_thread, group.close)),
+            pytest.raises(bm.ClosedError, match="the group was closed"),
+        ):
             group.replace(1)
         assert set(workers.deaths) == {0, 1}, "else a request to it would wait for ever"
 
@@ -429,15 +429,13 @@ def test_a_call_is_late_whose_group_another_thread_closes_as_hosts_are_asked_for
     with bm.ResourcePool([1, 1], backend="hosts") as pool:
         group = bm.WorkerGroup(pool, Maker)
 
-        def close():
-            closing = threading.Thread(target=group.close)
-            closing.start()
-            closing.join(30)
-
         def is_asked(frame, kind, what):
             return kind == "call" and frame.f_code is AgentLinks.ask.__code__
 
-        with done_when(is_asked, close), pytest.raises(bm.CallTimeout, match=r"no reply from rank 0, 1 within 0.2 s"):
+        with (
+            done_when(is_asked, partial(in_another_thread, group.close)),
+            pytest.raises(bm.CallTimeout, match=r"no reply from rank 0, 1 within 0.2 s"),
+        ):
             group.sleep.options(timeout=0.2)(5.0)
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import sys
-import threading
 import time
 from functools import partial
 
@@ -12,7 +11,7 @@ import pytest
 from clock import idle_time
 from commands import MINE
 from ctrl_c import done_when, interrupted_when
-from ends import until
+from ends import in_another_thread, until
 from hosts import spread
 from ray.util import list_named_actors
 
@@ -22,7 +21,6 @@ from bandmaster.cli import main
 from bandmaster.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from bandmaster.single_controller.ray.actor_workers import ActorWorkers, AttachedWorkers
 
-DEADLINE = 60
 pytestmark = pytest.mark.slow  # each actor is a process of Ray's own
 
 
@@ -358,16 +356,11 @@ def test_threads_may_make_the_first_calls_of_an_attached_group_at_once(ray_clust
             AttachedWorkers._take_infos.__code__,
         )
 
-    def call():
-        calling = threading.Thread(target=other.execute_all_sync, args=("look",))
-        calling.start()
-        calling.join(DEADLINE)
-
     with pool_of(2) as pool:
         group = group_of(pool, Big)
         other = attached_to(group, Big)
         ray_cluster.get([actor.__ray_ready__.remote() for actor in group.workers])
-        with done_when(takes_the_first_info, call):
+        with done_when(takes_the_first_info, partial(in_another_thread, other.execute_all_sync, "look")):
             assert other.execute_all_sync("look") == group.execute_all_sync("look")
         other.close()
 
@@ -396,15 +389,13 @@ def test_a_group_that_another_thread_closes_as_an_actor_is_replaced_leaves_no_ac
     def is_now(frame, kind, what):
         return kind == "call" and frame.f_code is step.__code__
 
-    def close():
-        closing = threading.Thread(target=group.close)
-        closing.start()
-        closing.join(DEADLINE)
-
     with pool_of(2) as pool:
         group = group_of(pool, Replaceable)
         names = group.worker_names
-        with done_when(is_now, close), pytest.raises(bm.ClosedError, match="the group was closed"):
+        with (
+            done_when(is_now, partial(in_another_thread, group.close)),
+            pytest.raises(bm.ClosedError, match="the group was closed"),
+        ):
             group.replace(0)
         until(lambda: not any(name in names for name in list_named_actors()))
 

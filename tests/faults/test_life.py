@@ -18,7 +18,18 @@ import psutil
 import pytest
 from clock import idle_time
 from ctrl_c import done_when
-from ends import abort_with_a_dump, deadlock, exit_three, kill_oneself, runs, segfault, until, wait_for, wait_until_gone
+from ends import (
+    abort_with_a_dump,
+    deadlock,
+    exit_three,
+    in_another_thread,
+    kill_oneself,
+    runs,
+    segfault,
+    until,
+    wait_for,
+    wait_until_gone,
+)
 
 import bandmaster as bm
 from bandmaster import Dispatch, WorkerDied, register
@@ -552,12 +563,10 @@ def test_a_group_that_another_thread_closes_as_a_rank_is_replaced_leaves_no_work
     def is_forked(frame, kind, what):
         return kind == moment and frame.f_code is Zygote.spawn.__code__
 
-    def close():
-        closing = threading.Thread(target=group.close)
-        closing.start()
-        closing.join(DEADLINE)
-
-    with done_when(is_forked, close), pytest.raises(bm.ClosedError, match="the group was closed"):
+    with (
+        done_when(is_forked, functools.partial(in_another_thread, group.close)),
+        pytest.raises(bm.ClosedError, match="the group was closed"),
+    ):
         group.replace(0)
     wait_until_gone(started() - before)
 
