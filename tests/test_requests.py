@@ -141,6 +141,17 @@ class Rollout(bm.Worker):
         return self.rank
 
     @register(Dispatch.REQUEST, concurrency=8, is_idempotent=True)
+    async def die_once_then_touch(self, folder):
+        await self.die_once(folder / "once")
+        (folder / "again").touch()
+        return self.rank
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def until(self, path):
+        while not path.exists():
+            await asyncio.sleep(0.001)
+
+    @register(Dispatch.REQUEST, concurrency=8, is_idempotent=True)
     async def die_again(self):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -1514,6 +1525,15 @@ def test_requests_that_are_sent_again(make_group, tmp_path, is_awaited):
     with pytest.raises(bm.WorkerDied, match=r"die_again lost its process on rank .*, and on rank .: ") as caught:
         ask(group.die_again.options(retries=1)())
     assert sorted([first, second, *caught.value.failures]) == [0, 1, 2, 3]
+
+
+@pytest.mark.backends("local", "ray")
+def test_a_request_is_sent_again_although_its_caller_waits_for_another_one(make_group, tmp_path):
+    group = make_group(2, Rollout)
+    waited = group.until.options(replica=1)(tmp_path / "again")
+    sent = group.die_once_then_touch.options(retries=1)(tmp_path)
+    assert waited.result(DEADLINE) is None
+    assert sent.result(DEADLINE) == 1
 
 
 def test_a_request_of_a_replica_that_is_replaced_is_sent_again(make_group, gate):

@@ -339,9 +339,7 @@ class Request(RowsResult):
                 left = deadline.left()
                 if left == 0.0 and deadline.timeout_s:
                     return False
-                self.workers.wait(
-                    [_News(self.router, is_over)], LOOK_AROUND_S if left is None else min(left, LOOK_AROUND_S)
-                )
+                self.workers.wait([_News(self, is_over)], LOOK_AROUND_S if left is None else min(left, LOOK_AROUND_S))
                 if deadline.timeout_s == 0.0:
                     self.router.advance()
                     return is_over()
@@ -428,16 +426,16 @@ def _has_died(outcome: object) -> TypeGuard[Failure]:
 
 
 class _News:
-    """Stands for a request in `Workers.wait`, which ends when its wait is over, or one that waits gets a place."""
+    """Stands for a request in `Workers.wait`, which ends when its wait is over, or one that waits may get a place."""
 
     outcome = None
 
-    def __init__(self, router: Any, is_over: Callable[[], bool]) -> None:
-        self._router, self._is_over = router, is_over
+    def __init__(self, request: Request, is_over: Callable[[], bool]) -> None:
+        self._request, self._is_over = request, is_over
 
     @property
     def is_done(self) -> bool:
-        return self._is_over() or self._router.can_advance
+        return self._is_over() or (not self._request.tickets and self._request.router.can_advance)
 
 
 class _Stragglers:

@@ -374,6 +374,8 @@ class Router:
         for replica in replicas:
             replica.remove(request)
         self.waiting.appendleft(request)
+        with contextlib.suppress(ResourceError):  # then the thread that waits for it has it sent
+            request.read_in_background()  # its caller may wait for others
         self.wake()
 
     def wake(self) -> None:
