@@ -14,6 +14,7 @@ import time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from clock import idle_time
@@ -569,6 +570,39 @@ def test_a_group_that_another_thread_closes_as_a_rank_is_replaced_leaves_no_work
     ):
         group.replace(0)
     wait_until_gone(started() - before)
+
+
+class Sees(bm.Worker):
+    @register(Dispatch.REQUEST)
+    def see(self, array, folder):
+        (folder / f"seen {self.rank}").write_text(f"{array.min()} {array.max()}")
+
+    def on_replace(self, rank, state): ...
+
+
+@pytest.mark.backends("local")
+def test_a_rank_that_is_about_to_be_ended_sees_no_arguments_of_others(make_group, tmp_path):
+    group, late = make_group(2, Sees), []
+    rank = psutil.Process(group.workers[0].pid)
+
+    def send_one_more():
+        rank.suspend()
+        late.append(group.see.options(replica=0)(np.full(1 << 18, 1), tmp_path))
+        sys.setprofile(call_the_other)
+
+    def call_the_other(frame, kind, what):
+        if kind == "call" and frame.f_code is Zygote.end.__code__:
+            sys.setprofile(None)
+            assert isinstance(late[0].exception(0), bm.WorkerDied), "it is taken for dead"
+            for n in range(2, 6):
+                group.see.options(replica=1)(np.full(1 << 18, n), tmp_path).result(DEADLINE)
+            rank.resume()
+            until((tmp_path / "seen 0").exists)
+
+    with done_when(lambda frame, *_: frame.f_code is bm.WorkerGroup._end_watches.__code__, send_one_more):
+        group.replace(0)
+    until(lambda: (tmp_path / "seen 0").read_text())
+    assert (tmp_path / "seen 0").read_text() == "1 1"
 
 
 @pytest.mark.backends("local")
