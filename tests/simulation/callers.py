@@ -51,7 +51,7 @@ def _drawn(program: Program, draw: random.Random, caller: Sent, depth: int) -> t
     if depth < 3 and kind.circling and draw.random() < kind.circling:
         sent = _drawn_caller(program, draw, depth)
     else:
-        sent = program.drawn(draw, asking=draw.choice([0.0, 1.0, 1.0]))
+        sent = program.drawn_once_or_again(draw, asking=draw.choice([0.0, 1.0, 1.0]))
         sent.is_callers = depth % 2 == 0
     sent.caller = caller
     return sent, limit
@@ -152,7 +152,7 @@ async def _value(future: Any) -> Any:
 
 
 def _submitted(called: Any, sent: Sent, back: Any) -> Any:
-    method = getattr(called, sent.method)
+    method = _program().with_options(getattr(called, sent.method), sent)
     args = (sent.token, back) if sent.inner else sent.args
     future = method(*args) if sent.is_request else method.submit(*args)
     sent.future = future if back is not None else None

@@ -43,6 +43,7 @@ class Kind(NamedTuple):
         yielding: Share of steps in which it takes the items of generators.
         calling: Share of steps in which it calls a group whose workers call the other one in turn.
         circling: Share of the calls of workers whose ranks call the first group back.
+        retrying: Share of requests that are sent again if their replica has died; it dies often.
     """
 
     n_ranks: int
@@ -69,6 +70,7 @@ class Kind(NamedTuple):
     is_inprocess: bool = False
     calling: float = 0.0
     circling: float = 0.0
+    retrying: float = 0.0
 
     @classmethod
     def drawn(cls, seed: int) -> Kind:
@@ -97,6 +99,7 @@ class Kind(NamedTuple):
             yielding=draw.choice([0.0, 0.0, 0.1, 0.2]),
             choosing=draw.choice([0.0, 0.05]),
             turning=draw.choice([0.0, 0.0, 0.0, 0.2]),
+            retrying=random.Random(f"retrying {seed}").choice([0.0, 0.5]) if faults > 0.7 else 0.0,
         )
         if draw.random() < 0.85:
             if draw.random() < 0.85:
@@ -105,7 +108,9 @@ class Kind(NamedTuple):
             circling = random.Random(f"circling {seed}").choice([0.0, 0.2, 0.5])
             drawn = drawn._replace(turning=0.0, stalling=0.0, n_steps=min(drawn.n_steps, 50))
             return drawn._replace(calling=calling, circling=circling)
-        return drawn._replace(is_inprocess=True, n_hosts=0, cutting=0.0, stalling=0.0, dying=0.0, n_interrupts=0)
+        return drawn._replace(
+            is_inprocess=True, n_hosts=0, cutting=0.0, stalling=0.0, dying=0.0, n_interrupts=0, retrying=0.0
+        )
 
 
 class Sent:
@@ -129,6 +134,8 @@ class Sent:
         caller: The call whose rank makes it; None for those of the controller.
         back: The group that the ranks of the other one call in turn.
         may_be_lost: Whether rows that it takes may have been released before it was submitted.
+        retries: How often it may be sent again; its plans are one for each time.
+        n_begun: How often it has begun, if it may be sent again.
         returns_errors: Whether a map goes on after a request that has failed.
         is_cancelled: Whether it may have been cancelled.
         cancelled_at: When it was cancelled for certain.
@@ -151,6 +158,7 @@ class Sent:
         self.place: tuple[str, int] | None = None
         self.is_releasing = self.is_released = self.may_be_lost = False
         self.returns_errors = False
+        self.retries = self.n_begun = 0
         self.future: Any = None
         self.is_cancelled = False
         self.n_callbacks = self.n_expected = 0
@@ -171,8 +179,14 @@ class Sent:
     @property
     def hows(self) -> set[str]:
         """What its ranks do."""
-        hows = {plan.how for plan in self.plans.values()} if isinstance(self.plans, dict) else {self.plans.how}
+        plans = self.plans.values() if isinstance(self.plans, dict) else self.plans if self.retries else [self.plans]
+        hows = {plan.how for plan in plans}
         return hows.union(*(one.hows for one in (*self.parts, *self.parents)))
+
+    @property
+    def fails(self) -> bool:
+        """Whether it can have no value."""
+        return bool(self.hows & {"raise", "die"}) and not (self.retries and self.hows & {"value", "large"})
 
     @property
     def tokens(self) -> set[int]:
@@ -193,7 +207,7 @@ class Sent:
     @property
     def is_request(self) -> bool:
         """Whether one replica runs it."""
-        return self.method in ("ask", "exclusive", "tokens", "chunk", "score", "ask_others")
+        return self.method in ("ask", "repeat", "exclusive", "tokens", "chunk", "score", "ask_others")
 
     @property
     def runs_beside(self) -> bool:

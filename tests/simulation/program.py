@@ -226,7 +226,7 @@ class Program:
 
     def _await_some(self, draw: random.Random) -> None:
         """Await some requests in an event loop."""
-        all_sent = [self.drawn(draw, asking=1.0) for _ in range(draw.choice([1, 3, 12]))]
+        all_sent = [self.drawn_once_or_again(draw, asking=1.0) for _ in range(draw.choice([1, 3, 12]))]
         waits = [draw.choice([None, None, 0.001, 0.05]) for _ in all_sent]
         self.calls += all_sent
 
@@ -234,7 +234,7 @@ class Program:
             self.world.note("awaits", sent.method, sent.token)
             sent.is_cancelled = timeout is not None  # perhaps: another thread may learn of it first
             try:
-                future = getattr(self.group, sent.method)(*sent.args)
+                future = self.method_of(sent)(*sent.args)
                 sent.future = future
                 began = self.world.now
                 value = await (future if timeout is None else asyncio.wait_for(_value(future), timeout))
@@ -280,6 +280,11 @@ class Program:
         """What a rank does when it runs a call."""
         sent = self.by_token.get(token)
         plans = None if sent is None else sent.plans
+        if sent is not None and sent.retries:
+            sent.n_begun += 1
+            most = 1 + sent.retries if sent.method == "repeat" else 1
+            self.world.check(sent.n_begun <= most, "a request is sent again too often", token, sent.n_begun)
+            return plans[min(sent.n_begun, len(plans)) - 1]
         return plans.get(rank, QUICK) if isinstance(plans, dict) else plans or QUICK
 
     def plan_of_hook(self) -> Plan:
@@ -343,9 +348,19 @@ class Program:
         self.by_token[token] = sent
         return sent
 
+    def drawn_once_or_again(self, draw: random.Random, asking: float | None = None) -> Sent:
+        """A call; if it is a request, perhaps one that is sent again if its replica dies, as it often does."""
+        sent = self.drawn(draw, asking)
+        if sent.method == "ask" and self.kind.retrying and draw.random() < self.kind.retrying:
+            sent.method, sent.retries = draw.choice(["ask", "repeat"]), draw.choice([1, 1, 2])
+            is_last = draw.random() < 0.3
+            how = [*("die" if draw.random() < 0.1 else "value" for _ in range(sent.retries)), sent.plans.how]
+            sent.plans = [sent.plans._replace(how=one) for one in (reversed(how) if is_last else how)]
+        return sent
+
     def _call(self, draw: random.Random) -> None:
         """Make a blocking call."""
-        sent = self.drawn(draw)
+        sent = self.drawn_once_or_again(draw)
         self.calls.append(sent)
         self.call(sent)
 
@@ -367,7 +382,7 @@ class Program:
             del self.by_token[sent.token]  # and what it has returned
 
     def _submit(self, draw: random.Random) -> Sent:
-        sent = self.drawn(draw)
+        sent = self.drawn_once_or_again(draw)
         self.calls.append(sent)
         self.submit_it(sent)
         return sent
@@ -394,8 +409,13 @@ class Program:
     def method_of(self, sent: Sent) -> Any:
         """The method of a call, of its group."""
         group = self.turns.rival if sent.is_rivals and self.turns else self.callers if sent.is_callers else self.group
-        method = getattr(group, sent.method)
-        has_grace = sent.method == "work" and sent.token % 3 == 0
+        return self.with_options(getattr(group, sent.method), sent)
+
+    def with_options(self, method: Any, sent: Sent) -> Any:
+        """The method of a call with the options of the call."""
+        if sent.retries:
+            return method.options(retries=sent.retries, key=sent.token % 3 or None)
+        has_grace = sent.method == "work" and sent.token % 3 == 0 and sent.caller is None
         return method.options(grace=self.grace) if has_grace else method
 
     def add_callback(self, sent: Sent) -> None:
@@ -472,6 +492,9 @@ class Program:
         elif isinstance(outcome, bm.WorkerDied):
             died = self.is_renewed or self.has_died() or "ended by the controller" in str(outcome)  # or is about to be
             world.check(died, "a worker is said to have died", sent.token, outcome)
+            n_died = sum(not rank.is_alive for rank in self.world.zygote.ranks.values())  # type: ignore[attr-defined]
+            is_over = self.is_renewed or sent.method != "repeat" or n_died > min(sent.retries, self.kind.n_ranks - 1)
+            world.check(is_over, "a request is not sent again", sent.token, n_died, outcome)
         elif isinstance(outcome, bm.RemoteError) and NOT_CONSTRUCTED in str(outcome.__cause__):
             is_call = not (sent.is_request or sent.parts) or bool(sent.parents)
             world.check(self.is_renewed and is_call, "a request comes before the constructor", sent.token, outcome)
@@ -498,14 +521,14 @@ class Program:
         elif isinstance(outcome, BaseException):
             world.fail(f"call {sent.token} has {outcome!r}")
         elif sent.ids is not None:
-            world.check(not hows & {"raise", "die"}, "a call that fails has a value", sent.token, outcome)
+            world.check(not sent.fails, "a call that fails has a value", sent.token, outcome)
             shape, rows = (len(sent.ids), sent.width), np.asarray(outcome)
             is_right = rows.shape == shape and bool((rows == sent.ids[:, None]).all())
             world.check(is_right, "the rows of another call", sent.token, rows.shape, shape, rows[:, :1], sent.ids)
         elif sent.parts:
             self._judge_map(sent, outcome)
         else:
-            world.check(not hows & {"raise", "die"}, "a call that fails has a value", sent.token, outcome)
+            world.check(not sent.fails, "a call that fails has a value", sent.token, outcome)
             is_for_all = not sent.is_request
             values = outcome if is_for_all else [outcome]
             n = self.kind.n_ranks if is_for_all else 1

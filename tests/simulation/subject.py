@@ -43,6 +43,11 @@ class Subject(bm.Worker):
         """A request."""
         return await self._ran_beside(token, *([] if ballast is None else [ballast]))
 
+    @bm.register("REQUEST", concurrency=4, is_idempotent=True)
+    async def repeat(self, token, ballast=None):
+        """A request that may be run twice."""
+        return await self._ran_beside(token, *([] if ballast is None else [ballast]))
+
     @bm.register("ONE_TO_ALL")
     def items(self, token):
         """A call that yields items, as many as its token says."""

@@ -216,7 +216,7 @@ class SegmentWriter:
             self._trim()
 
     def forget_reader(self, reader: int) -> None:
-        """End all leases of a reader that tells of no more ends. It may read on, so that the segments are not reused."""
+        """End all leases of a reader that tells of no more ends. As it may read on, they are not reused."""
         held = {number: s.readers.get(reader, 0) for number, s in self._segments.items()}
         self.end_leases([number for number, n in held.items() for _ in range(n)], reader, is_spoiled=True)
 
