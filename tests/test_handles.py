@@ -748,6 +748,20 @@ def test_a_call_that_was_not_sent_can_be_cancelled(two, three, gate):
 
 
 @without_waiting
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_thread_that_waits_for_a_call_which_was_not_sent_is_told_that_another_one_cancels_it(
+    two, three, gate, behind
+):
+    seen = three.who.submit(two.make_when.submit(np.arange(7), str(gate)))
+    waited = three.log.submit("behind it") if behind else seen
+    threading.Timer(0.1, waited.cancel).start()
+    with pytest.raises(bm.CallCancelled, match=r"was cancelled before it was sent"):
+        waited.result(20.0)
+    gate.touch()
+    assert three.log("after")[0][-1] == "after"
+
+
+@without_waiting
 def test_a_late_call_names_those_it_waits_for(two, three, gate):
     rows = two.make_when.submit(np.arange(7), str(gate))
     seen = three.who.submit(rows[:3])

@@ -506,6 +506,18 @@ def test_a_wait_for_rows_has_a_deadline_and_can_be_cancelled(group, gate):
     assert rows.result().tolist() == list(range(6))
 
 
+@in_parallel
+@pytest.mark.parametrize("is_map", [False, True])
+def test_a_thread_that_waits_for_what_was_not_sent_is_told_that_another_one_cancels_it(group, gate, is_map):
+    rows = group.make_when.submit(np.arange(6), str(gate))
+    waited = group.double.map(rows, chunk=2) if is_map else group.double(rows)
+    threading.Timer(0.1, waited.cancel).start()
+    with pytest.raises(bm.CallCancelled):
+        waited.result(DEADLINE)
+    gate.touch()
+    assert rows.result().tolist() == list(range(6))
+
+
 def test_rows_that_fail_fail_the_requests_that_take_them(group):
     rows = group.fail.submit(np.arange(6))
     with pytest.raises(bm.RemoteError, match="no rows"):

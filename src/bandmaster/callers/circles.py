@@ -60,13 +60,13 @@ class OpenChains:
         self.workers: Workers = workers
         self._ask = ask
         self.due: float | None = None
-        self._waits: dict[Waiting, Future[str] | None] = {}  # and what the controller has been asked of each
+        self._waits: dict[Waiting, tuple[Sequence[int], Future[str] | None]] = {}  # and what was asked
         self._lock = threading.Lock()
         self._is_watched = False
 
     def begin(self, waiting: Waiting) -> None:
         """Look at a call that is waited for from here on, once that takes long."""
-        self._waits[waiting] = None
+        self._waits[waiting] = (), None
         with self._lock:
             was_watched, self._is_watched = self._is_watched, True
         if not was_watched:
@@ -79,19 +79,23 @@ class OpenChains:
 
     def end(self, waiting: Waiting) -> None:
         """Look no longer at a call, which has ended, or is not waited for any more."""
-        told = self._waits.pop(waiting, None)
+        _, told = self._waits.pop(waiting, ((), None))
         if told is not None:
             told.cancel()
 
     def look(self) -> bool:
         """Tell the controller of calls that are waited for long, and end those that wait for themselves."""
         now = time.monotonic()
-        for waiting, told in list(self._waits.items()):
-            request, ranks = waiting.request, waiting.wait.ranks or waiting.request.ranks
+        for waiting, (told_of, told) in list(self._waits.items()):
+            request, ranks = waiting.request, tuple(waiting.wait.ranks or waiting.request.ranks)
             if request.is_done:
                 self.end(waiting)
-            elif told is None and waiting.since + PATIENCE_S <= now and ranks:  # else it waits for a place, or for rows
-                self._waits[waiting] = self._ask(waiting.wait._replace(ranks=ranks))
+            elif not ranks or waiting.since + PATIENCE_S > now:  # without ranks, it waits for a place, or for rows
+                continue
+            elif ranks != told_of:  # it may have been sent to others before, which have died
+                if told is not None:
+                    told.cancel()
+                self._waits[waiting] = ranks, self._ask(waiting.wait._replace(ranks=ranks))
                 if waiting.is_over:  # since that was looked at
                     self.end(waiting)
             elif told is not None and told.done() and told.exception() is None:

@@ -175,9 +175,9 @@ class Call(RowsResult):
                 self.begin(Exception)
         return True
 
-    def wait_until_sent(self, deadline: Deadline) -> bool:
-        """Wait until the rows that it takes are there; False if the time is over before."""
-        return wait_for_all(self.parents, deadline)
+    def wait_until_sent(self, deadline: Deadline, last: Result) -> bool:
+        """Wait until the rows that it takes are there, or it or ``last`` is cancelled; False if the time is over."""
+        return wait_for_all(self.parents, deadline, self, last)
 
     def give_up(self, why: BaseException) -> bool:
         """Do not send it, for a reason. Returns False if it was sent, or is done."""

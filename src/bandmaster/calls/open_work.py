@@ -61,8 +61,8 @@ class Waiting(Protocol):
     def advance(self) -> bool:
         """Send it if it need not wait. Returns whether the calls after it may be sent. The lock is held."""
 
-    def wait_until_sent(self, deadline: Deadline) -> bool:
-        """Wait until it can be sent; False if the time is over before."""
+    def wait_until_sent(self, deadline: Deadline, last: Any) -> bool:
+        """Wait until it can be sent, or ``last``, behind it, is cancelled; False if the time is over before."""
 
     def tell(self) -> None:
         """Run its callbacks if it is done. The lock is not held."""
@@ -190,7 +190,7 @@ class OpenWork:
     def wait_up_to(self, call: Waiting, deadline: Deadline) -> bool:
         """Wait until a call and the calls before it are sent; False if the time is over before."""
         for earlier in self._up_to(call):
-            if not earlier.wait_until_sent(deadline):
+            if not earlier.wait_until_sent(deadline, call):
                 return False
             self.advance()
         return True

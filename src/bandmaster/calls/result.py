@@ -24,6 +24,7 @@ from bandmaster.rows.table import Table
 
 _log = logging.getLogger(__name__)
 STACKS_WITHIN_S = 0.5
+LOOK_AROUND_S = 0.5  # another thread may cancel a call while this one waits for what the call needs
 MOST_CALLS = 4  # described in the notes of a KeyboardInterrupt
 
 
@@ -284,9 +285,23 @@ class RowsResult(Result):
         return Failure.unreadable(error, was_interrupted)
 
 
-def wait_for_all(futures: Sequence[Any], deadline: Deadline) -> bool:
-    """Wait until the results of futures are done; False if the time is over before."""
-    return all(future._call.wait(deadline.left()) for future in futures)
+def wait_for_all(futures: Sequence[Any], deadline: Deadline, *needed_by: Result) -> bool:
+    """Wait until the results of futures are done, or another thread ends one that needs them, which it cancels.
+
+    Returns:
+        False if the time was over before.
+    """
+    return all(wait_for_step(future._call.wait, deadline, *needed_by) for future in futures)
+
+
+def wait_for_step(wait: Callable[[float | None], bool], deadline: Deadline, *needed_by: Result) -> bool:
+    """Wait for a step before some calls; see `wait_for_all`. ``wait`` gets seconds, and returns whether it is made."""
+    while not any(result.done is not None for result in needed_by):
+        if wait(deadline.left(LOOK_AROUND_S)):
+            return True
+        if deadline.left() == 0.0:
+            return False
+    return True
 
 
 def awaited(results: Sequence[Result]) -> Result | None:

@@ -25,7 +25,7 @@ from bandmaster.calls.call import Call
 from bandmaster.calls.future import Future
 from bandmaster.calls.options import FlowOptions
 from bandmaster.calls.request import CallRequest, CallSite, Collection
-from bandmaster.calls.result import Done, Result, awaited, wait_for_all
+from bandmaster.calls.result import Done, Result, awaited, wait_for_all, wait_for_step
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.contract import CLOSE_STREAM, METHOD, NEXT, OPEN_STREAM, STREAM
@@ -205,12 +205,12 @@ class Feed(Result):
             self._watch_part(future)
         self.send()
 
-    def wait_until_sent(self, deadline: Deadline) -> bool:
-        """Wait until later calls may be sent; False if the time is over before."""
-        if not wait_for_all(self.parents, deadline):
+    def wait_until_sent(self, deadline: Deadline, last: Result) -> bool:
+        """Wait until later calls may be sent, or ``last`` is cancelled; False if the time is over before."""
+        if not wait_for_all(self.parents, deadline, self, last):
             return False
         self.work.advance()
-        return self._sent.wait(deadline.left())
+        return wait_for_step(self._sent.wait, deadline, last)
 
     # --- parts ---
 

@@ -17,11 +17,12 @@ class Deadline:
         self.timeout_s = timeout_s
         self._moment = None if timeout_s is None else time.monotonic() + float(timeout_s)
 
-    def left(self) -> float | None:
-        """The seconds that are left, 0 or more; None for no limit."""
+    def left(self, most_s: float | None = None) -> float | None:
+        """The seconds that are left, 0 or more, and ``most_s`` at most; None for no limit."""
         if self._moment is None:
-            return None
-        return min(max(0.0, self._moment - time.monotonic()), threading.TIMEOUT_MAX)
+            return most_s
+        left_s = max(0.0, self._moment - time.monotonic())
+        return min(left_s, threading.TIMEOUT_MAX if most_s is None else most_s)
 
     def end(self) -> None:
         """Leave no time from here on. Any thread may call this."""

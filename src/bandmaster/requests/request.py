@@ -329,7 +329,7 @@ class Request(RowsResult):
 
     def _wait(self, deadline: Deadline, is_over: Callable[[], bool]) -> bool:
         with _NOBODY if deadline.timeout_s == 0.0 else self.waiting(self):
-            if not (is_over() or wait_for_all(self.parents, deadline)):
+            if not (is_over() or wait_for_all(self.parents, deadline, self)):
                 return False
             while True:
                 if not self.tickets:  # else it was sent: a thread that sends may wait until this one reads its items
