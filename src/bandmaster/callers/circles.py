@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 import time
@@ -109,7 +110,7 @@ class OpenChains:
 
 
 class Waiting:
-    """A block that waits for a call, which is looked at meanwhile.
+    """A block that waits for a call, which is looked at meanwhile, and so are those that it is behind.
 
     Attributes:
         wait: What the controller is told of the call.
@@ -121,13 +122,19 @@ class Waiting:
     def __init__(self, chains: OpenChains, wait: Wait, request: Request) -> None:
         self._chains, self.wait, self.request = chains, wait, request
         self.since, self.is_over = time.monotonic(), False
+        self._before = contextlib.ExitStack()
 
     def __enter__(self) -> None:
         self._chains.begin(self)
+        with contextlib.ExitStack() as before:
+            for future in self.request.parents:  # they are waited for step by step, and looked at as a whole
+                before.enter_context(future._call.waiting(future._call))
+            self._before = before.pop_all()
 
     def __exit__(self, *_: object) -> None:
         self.is_over = True
         self._chains.end(self)
+        self._before.close()
 
 
 class Circles:
