@@ -1,5 +1,6 @@
 """Torch in workers: process groups along the axes of a mesh, seeds, checkpoints that resume on another mesh."""
 
+import errno
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.fsdp import fully_shard
 
 import bandmaster as bm
@@ -215,6 +217,47 @@ def test_a_checkpoint_that_is_written_again_is_not_complete_meanwhile(tmp_path):
         goes_on.set()
     checkpoints.wait()
     assert found.load(read, step=0) == {"step": 20} and read.weight.item() == 3
+
+
+def test_a_checkpoint_that_was_overwritten_in_part_is_not_loaded(tmp_path):
+    class Saves(bm.Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def saved(self, path, value, fails):
+            rl.start_torch_distributed(self)
+            mesh = rl.device_mesh(self, "dp")
+            write = FileSystemWriter.write_data
+
+            def full(*args):
+                if self.rank == 1:
+                    raise OSError(errno.ENOSPC, "no space left on device")
+                return write(*args)
+
+            with pytest.MonkeyPatch.context() as patch:
+                if fails:
+                    patch.setattr(FileSystemWriter, "write_data", full)
+                rl.save(path, self._made(mesh, value))
+
+        @register(Dispatch.ONE_TO_ALL)
+        def loaded(self, path):
+            model = self._made(rl.device_mesh(self, "dp"), 0.0)
+            rl.load(path, model)
+            return model.weight.full_tensor().flatten().tolist()
+
+        def _made(self, mesh, value):
+            model = torch.nn.Linear(1, 2, bias=False)
+            torch.nn.init.constant_(model.weight, value)
+            return fully_shard(model, mesh=mesh)
+
+    with bm.ResourcePool([2]) as pool:
+        group, path = bm.WorkerGroup(pool, Saves, mesh=Mesh(dp=2)), str(tmp_path / "last")
+        group.saved(path, 1.0, False)
+        assert group.loaded(path) == [[1, 1]] * 2
+        with pytest.raises(bm.RemoteError, match="could not be written: rank 1: OSError"):
+            group.saved(path, 2.0, True)
+        with pytest.raises(bm.RemoteError, match="could not be read"):
+            group.loaded(path)
+        group.saved(path, 3.0, False)
+        assert group.loaded(path) == [[3, 3]] * 2
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -27,7 +27,8 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
     saved once, on the assumption that they are equal on all ranks.
 
     Args:
-        path: A folder that all ranks can reach, and all ranks that will load it.
+        path: A folder that all ranks can reach, and all ranks that will load it. A checkpoint in it is overwritten,
+            and cannot be loaded until the new one is complete.
         model: The model; with FSDP2 or tensor parallelism, its parameters are ``DTensor``.
         optimizer: Its optimizer.
         **more: Tensors, dicts of tensors, or values that can be pickled, such as ``step=100``. Of a name that several
@@ -42,7 +43,7 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
 
     with _silent_about_one_process(), _failing_as_error(f"the checkpoint {path} could not be written"):
         state = _state(model, optimizer, _whole(more))
-        checkpoint.save(state, checkpoint_id=path, planner=_planner(), no_dist=not is_initialized())
+        checkpoint.save(state, checkpoint_id=path, planner=_planner(path), no_dist=not is_initialized())
 
 
 def load(
@@ -160,7 +161,7 @@ class Checkpoints:
         if failed[0]:
             raise RuntimeError(f"a checkpoint in {self.folder} could not be written: {failed[0]}")
         self._writing = checkpoint.async_save(
-            state, checkpoint_id=path, planner=_planner(), process_group=self._group, no_dist=is_alone
+            state, checkpoint_id=path, planner=_planner(path), process_group=self._group, no_dist=is_alone
         )
 
     def wait(self) -> None:
@@ -233,8 +234,7 @@ class Checkpoints:
         new = self.folder / f"{_LAST}.new"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError, NotADirectoryError):
-                (self._path(number) / _WRITTEN_LAST).unlink()
+            _uncomplete(self._path(number))
             new.write_text(str(number))
             new.replace(self.folder / _LAST)
         except OSError as error:
@@ -345,12 +345,22 @@ def _saved_in(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     return saved
 
 
-def _planner() -> Any:
-    """A planner of DCP that has rank 0 write what several ranks save of further values, in place of any of them."""
+def _uncomplete(path: str | os.PathLike[str]) -> None:
+    """Have a folder be no complete checkpoint, before its files change."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        Path(path, _WRITTEN_LAST).unlink()
+
+
+def _planner(path: str | os.PathLike[str]) -> Any:
+    """A planner of DCP that has rank 0 write what several ranks save of further values, in place of any of them.
+
+    It plans on rank 0, before any rank writes; so it also ends a checkpoint that is overwritten.
+    """
     from torch.distributed.checkpoint import DefaultSavePlanner
 
     class OfRank0(DefaultSavePlanner):  # type: ignore[misc]  # torch is not typed here
         def create_global_plan(self, all_plans: list[Any]) -> Any:
+            _uncomplete(path)
             own = {item.index for item in all_plans[0].items if item.index.fqn.startswith("more.")}
             others = [
                 dataclasses.replace(plan, items=[item for item in plan.items if item.index not in own])
