@@ -260,6 +260,21 @@ def test_a_checkpoint_that_was_overwritten_in_part_is_not_loaded(tmp_path):
         assert group.loaded(path) == [[3, 3]] * 2
 
 
+def test_a_checkpoint_that_is_removed_in_part_is_not_complete(tmp_path, monkeypatch):
+    checkpoints = rl.Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, of_one_weight(1))
+    checkpoints.save(2, of_one_weight(2))
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda path, **_: (path / "__0_0.distcp").unlink())  # as if killed then
+        checkpoints.wait()
+    assert checkpoints.numbers() == [2]
+    with pytest.raises(bm.UsageError, match="no complete checkpoint 1; there are 2"):
+        checkpoints.load(of_one_weight(0), number=1)
+    checkpoints.save(3, of_one_weight(3))
+    checkpoints.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".last", "checkpoint-3"]
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_dicts_and_lists_are_loaded_whole_whatever_there_was_before(tmp_path, is_async):
     more = {"seen": {"a": 1, 2: {"b": []}}, "none": {}, "rows": [{"x": 1}, {"y": 2}], "tensors": {"t": torch.ones(2)}}

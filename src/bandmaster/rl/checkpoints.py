@@ -257,6 +257,8 @@ class Checkpoints:
             complete = self._order()
             for number, path in self._all().items():
                 if number not in complete[-self._keep :] and (number < complete[-1] or number in complete):
+                    with suppress(OSError):  # as of the others below
+                        _uncomplete(path)
                     shutil.rmtree(path, ignore_errors=True)
         if self._group is not None:
             distributed.barrier(self._group)
