@@ -319,6 +319,17 @@ class Parts(bm.Worker):
         return trace.has_struck
 
     @register(Dispatch.ONE_TO_ALL)
+    def save_inside(self, path):
+        with self.engine:
+            rl.save(path, self.training)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_inside(self):
+        weights = self.training.state_dict()
+        with self.engine:
+            self.training.load_state_dict(weights)
+
+    @register(Dispatch.ONE_TO_ALL)
     def check(self):
         own = self.training.weight
         held = _nbytes([own])
@@ -337,6 +348,16 @@ class Parts(bm.Worker):
 def test_tensors_that_are_a_part_of_more_memory_keep_it(kind):
     with bm.ResourcePool([2]) as pool:
         bm.WorkerGroup(pool, Parts, kind, mesh=Mesh(tp=2)).check()
+
+
+def test_weights_that_are_not_there_are_neither_saved_nor_loaded(tmp_path):
+    with bm.ResourcePool([2]) as pool:
+        parts = bm.WorkerGroup(pool, Parts, "plain", mesh=Mesh(tp=2))
+        with pytest.raises(bm.RemoteError, match="leave the `with` block of the engine to train, save or load"):
+            parts.save_inside(str(tmp_path))
+        with pytest.raises(bm.RemoteError, match="leave the `with` block of the engine to train, save or load"):
+            parts.load_inside()
+        parts.check()
 
 
 def test_an_interrupt_as_the_generation_layout_is_left_is_raised_when_it_has_been_left():

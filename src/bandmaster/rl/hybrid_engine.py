@@ -109,6 +109,8 @@ class HybridEngine:
         self._bind()
         self._restore()
         training.register_forward_pre_hook(self._check_not_in_use)
+        training.register_state_dict_pre_hook(self._check_not_in_use)  # to read freed memory would end the process
+        training.register_load_state_dict_pre_hook(self._check_not_in_use)
         generation.register_forward_pre_hook(self._check_in_use)
 
     @property
@@ -207,7 +209,9 @@ class HybridEngine:
 
     def _check_not_in_use(self, *_: object) -> None:
         if self._is_in_use:
-            raise UsageError("the weights are in the generation layout; leave the `with` block of the engine to train")
+            raise UsageError(
+                "the weights are in the generation layout; leave the `with` block of the engine to train, save or load"
+            )
 
     def _check_in_use(self, *_: object) -> None:
         if not self._is_in_use:
