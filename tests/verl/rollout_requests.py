@@ -4,8 +4,10 @@ python -m pytest -c /dev/null --rootdir tests/verl tests/verl/rollout_requests.p
 """
 
 import asyncio
+import re
 
 import pytest
+import torch
 from hot_path import CONFIG, Engine
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import get_rollout_replica_class
@@ -91,6 +93,43 @@ def test_a_handle_is_one_replica_as_the_balancer_hands_it_out(engines):
 
 async def _awaited(one):
     return await one
+
+
+class Loads(Echo):
+    """Takes two weights, and keeps them."""
+
+    loaded = None
+
+    def weights_specs(self):
+        return {"a": ((2, 3), "float32"), "b": ((2,), "float32")}
+
+    def load_weights(self, weights):
+        type(self).loaded = {name: tensor.clone() for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [({"b": None}, "'b' of shape (2,)"), ({"a": torch.ones(3, 2)}, "'a' of shape (2, 3)")],
+)
+def test_weights_of_which_one_is_missing_or_of_another_shape_are_not_loaded(monkeypatch, wrong, said):
+    class Adapter(verl_rollout.ServerAdapter):
+        def __init__(self):  # without verl's configuration
+            self._replica_rank, self._is_first, self._n_syncs, self._specs = 0, True, 0, None
+
+    def bring(weights):
+        given = [(name, tensor) for name, tensor in weights.items() if tensor is not None]
+        asyncio.run(Adapter().update_weights(iter(given), global_steps=1))
+
+    right = {"a": torch.ones(2, 3), "b": torch.ones(2), "more": torch.ones(1)}
+    with bm.ResourcePool([1], backend="inprocess") as pool:
+        engines = Engines(bm.WorkerGroup(pool, Loads, mesh=bm.Mesh(dp=1)), {}, prompt_length=8, response_length=6)
+        monkeypatch.setitem(verl_rollout._leads, 0, verl_rollout._Lead(engines, 0))
+        bring(right)
+        assert {name: tensor.sum().item() for name, tensor in Loads.loaded.items()} == {"a": 6, "b": 2}
+        Loads.loaded = None
+        with pytest.raises(bm.UsageError, match=re.escape(f"the training worker did not send {said}")):
+            bring({**right, **wrong})
+        assert Loads.loaded is None
 
 
 @pytest.mark.parametrize(

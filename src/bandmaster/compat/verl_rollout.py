@@ -269,14 +269,22 @@ class ServerAdapter(base.BaseRollout):  # type: ignore[misc]
         self._specs, sync = specs, self._n_syncs
         await self._ask("begin_weights", sync, None, specs, await self._ask("weights_place"))
         some: dict[str, torch.Tensor] = {}
-        nbytes, address = 0, ""
+        nbytes, address, lacking = 0, "", dict(specs)
         async for name, tensor in _chained(first, tensors):
-            if name in specs:
+            if name in specs and specs[name][0] == tuple(tensor.shape):
+                lacking.pop(name, None)
                 some[name] = tensor.detach().to("cpu", getattr(torch, specs[name][1])).contiguous()
                 nbytes += some[name].nbytes
             if nbytes >= BUCKET_NBYTES:
                 address = await self._stage(some, specs, sync)
                 some, nbytes = {}, 0
+        if lacking:  # their places have zeros
+            told = ", ".join(f"{name!r} of shape {shape}" for name, (shape, _) in [*lacking.items()][:5])
+            raise UsageError(
+                f"the training worker did not send {told}{', …' if len(lacking) > 5 else ''}, which replica "
+                f"{self._replica_rank} of the rollout {NAME!r} takes; it keeps its weights. Give trainer and rollout "
+                "the same model"
+            )
         address = await self._stage(some, specs, sync) if some else address
         await self._ask("use_weights", sync, version, "keep", address)
         await self._ask("confirm_weights", sync)
