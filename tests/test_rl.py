@@ -191,6 +191,31 @@ def test_a_run_that_goes_back_to_an_older_checkpoint_goes_on_from_there(tmp_path
     assert rl.Checkpoints(tmp_path).load(read, step=0) == {"step": 12} and read.weight.item() == 5
 
 
+def test_a_checkpoint_that_a_run_has_left_is_not_taken_for_its_own(tmp_path):
+    class Fails:
+        def __deepcopy__(self, memo):
+            return self
+
+        def __reduce__(self):
+            raise OSError("no space left on device")
+
+    checkpoints = rl.Checkpoints(tmp_path)
+    for number in (10, 20, 30):
+        checkpoints.save(number, of_one_weight(number), step=number)
+    checkpoints.wait()
+    read = of_one_weight(0)
+    checkpoints = rl.Checkpoints(tmp_path, keep=2)
+    assert checkpoints.load(read, number=10, step=0) == {"step": 10}
+    for _ in range(2):  # now that it saves less often
+        checkpoints.save(25, of_one_weight(-25), step=25, more=Fails())
+        with pytest.raises(RuntimeError, match="no space left"):
+            checkpoints.wait()
+        assert rl.Checkpoints(tmp_path).load(read, step=0) == {"step": 10}
+    checkpoints.save(25, of_one_weight(-25), step=25)
+    assert checkpoints.load(read, step=0) == {"step": 25}
+    assert checkpoints.numbers() == [10, 25]
+
+
 def test_a_checkpoint_that_is_written_again_is_not_complete_meanwhile(tmp_path):
     writes, goes_on = threading.Event(), threading.Event()
 

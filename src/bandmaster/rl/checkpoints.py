@@ -126,7 +126,8 @@ class Checkpoints:
             raise UsageError(f"keep must be a whole number of 1 or more, got {keep!r}; pass how many are to stay")
         self.folder, self._keep = Path(folder), n_kept
         self._group: Any = None  # the ranks, for the thread that writes, which must not meet collectives of training
-        self._writing: Any = None  # a future
+        self._writing: tuple[int, Any] | None = None  # a number, and a future
+        self._goes_on_from: int | None = None  # the number of the last one that this run has loaded or completed
 
     def save(self, number: int, model: Module, optimizer: Optimizer | None = None, **more: Any) -> None:
         """Copy the state to the memory of the host, and write it while training goes on.
@@ -160,9 +161,10 @@ class Checkpoints:
             distributed.broadcast_object_list(failed, 0, self._group)
         if failed[0]:
             raise RuntimeError(f"a checkpoint in {self.folder} could not be written: {failed[0]}")
-        self._writing = checkpoint.async_save(
+        writing = checkpoint.async_save(
             state, checkpoint_id=path, planner=_planner(path), process_group=self._group, no_dist=is_alone
         )
+        self._writing = number, writing
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written, and remove those that are too many. Call it before the run ends.
@@ -172,15 +174,16 @@ class Checkpoints:
         Raises:
             RuntimeError: It could not be written.
         """
-        writing = self._writing
-        if writing is None:
+        if self._writing is None:
             return
+        number, writing = self._writing
         try:
             with _failing_as_error(f"a checkpoint in {self.folder} could not be written"):
                 writing.result()
         finally:
             if writing.done():  # else Ctrl-C has ended the wait
                 self._writing = None
+        self._goes_on_from = number
         self._remove()
 
     def numbers(self) -> list[int]:
@@ -198,7 +201,7 @@ class Checkpoints:
             model: As that of `rl.load`.
             optimizer: As that of `rl.load`.
             **more: As those of `rl.load`.
-            number: Number of the checkpoint.
+            number: Number of the checkpoint, from which the run goes on; `rl.load` reads one without that.
 
         Returns:
             The loaded values of ``more``; those that were given, if there is no complete checkpoint.
@@ -213,7 +216,10 @@ class Checkpoints:
             raise UsageError(f"{self.folder} has no complete checkpoint {number}; there are {known}")
         if not numbers:
             return more
-        return load(self._path(self._order()[-1] if number is None else number), model, optimizer, **more)
+        chosen = self._order()[-1] if number is None else number
+        loaded = load(self._path(chosen), model, optimizer, **more)
+        self._goes_on_from = chosen
+        return loaded
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{_NAME}{number}"
@@ -235,7 +241,8 @@ class Checkpoints:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             _uncomplete(self._path(number))
-            new.write_text(str(number))
+            own = number if self._goes_on_from is None else min(number, self._goes_on_from)
+            new.write_text(f"{own} {number}")
             new.replace(self.folder / _LAST)
         except OSError as error:
             return f"{type(error).__name__}: {error}"
@@ -244,10 +251,11 @@ class Checkpoints:
     def _order(self) -> list[int]:
         """The numbers of the complete checkpoints: those that a run has left as it went back, then its own."""
         try:
-            last = int((self.folder / _LAST).read_text())
-        except (FileNotFoundError, ValueError):  # of an earlier version, or the machine lost its power
+            found = [int(number) for number in (self.folder / _LAST).read_text().split()]
+            own, last = found[0], found[-1]  # an earlier version wrote one number
+        except (FileNotFoundError, ValueError, IndexError):  # or the machine lost its power
             return self.numbers()
-        return sorted(self.numbers(), key=lambda number: (number <= last, number))
+        return sorted(self.numbers(), key=lambda number: (number == last, number <= own, number))
 
     def _remove(self) -> None:
         """Remove the checkpoints that are too many; all ranks find the same ones afterwards."""
@@ -266,7 +274,7 @@ class Checkpoints:
 
 _NAME = "checkpoint-"
 _WRITTEN_LAST = ".metadata"  # of a folder of DCP
-_LAST = ".last"  # the number of the checkpoint that was saved last, or is about to be
+_LAST = ".last"  # two numbers: those up to the first are this run's; the second was saved last, or is about to be
 _STATE = "optimizer.state."  # before the name of a weight
 _ONE_PROCESS = "torch.distributed is disabled, unavailable or uninitialized"  # a warning, of what is intended
 
