@@ -1,5 +1,6 @@
 """The toy engine of the examples does what every engine does; and what needs no engine to be tried."""
 
+import asyncio
 import importlib
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from installed import has_vllm
 
 import bandmaster as bm
 from bandmaster import rl
-from bandmaster.rl import Sampling
+from bandmaster.rl import Answer, Sampling
 
 pytestmark = pytest.mark.backends("inprocess", "local")
 FOLDER = Path(__file__).parent.parent / "examples" / "rlhf"
@@ -91,6 +92,21 @@ def test_prompts_may_be_columns_of_any_kind(engine, column):
 def test_rows_have_log_probs_if_they_are_asked_for_also_where_there_are_none(engine, prompts, logprobs):
     rows = engine.generate({"prompt": prompts}, replace(GREEDY, logprobs=logprobs))
     assert len(rows["answer"]) == len(prompts) and ("log_probs" in rows) == (logprobs == 0)
+
+
+def test_a_pause_gives_up_all_answers_of_a_request(kit):
+    async def main():
+        stream = kit.engine.tokens.options(replica=0, maxsize=100).stream(PROMPTS[0], sampling)
+        await anext(stream)
+        await kit.engine.pause.all("abort")
+        parts = [part async for part in stream]  # the engine is paused
+        await kit.engine.resume.all()
+        return [Answer.joined([part for part in parts if part.number == number]) for number in range(3)]
+
+    sampling = Sampling(max_tokens=20, ignore_eos=True, seed=1, n=3)
+    answers = asyncio.run(main())
+    assert [one.finish_reason for one in answers] == ["abort"] * 3
+    assert [len(one.tokens) for one in answers[1:]] == [0, 0]
 
 
 class Silent(ByteEngine):

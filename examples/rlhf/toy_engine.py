@@ -25,7 +25,7 @@ NOT_DONE = ("min_tokens", "top_p", "top_k", "min_p", "stop", "extra")  # what of
 
 @dataclass(eq=False)
 class Open:
-    """An answer that is being made."""
+    """A request whose answers are being made, one after the other."""
 
     is_aborted: bool = False
 
@@ -87,15 +87,15 @@ class ToyEngine(LanguageModel, rl.Engine):
     async def increments(self, prompt: list[int], sampling: rl.Sampling) -> AsyncGenerator[rl.Answer, None]:
         await self._until(lambda: not (self._holds_new or self._is_asleep))
         seed = next(self._seeds) if sampling.seed is None else sampling.seed
-        for number in range(sampling.n):
-            this = Open()
-            self._open.add(this)
-            try:
+        this = Open()
+        self._open.add(this)
+        try:
+            for number in range(sampling.n):
                 async for part in self._parts(this, prompt, replace(sampling, seed=seed + number)):
                     yield part._replace(number=number)
-            finally:
-                self._open.discard(this)
-                await self._tell()
+        finally:
+            self._open.discard(this)
+            await self._tell()
 
     async def _parts(self, this: Open, prompt: list[int], sampling: rl.Sampling) -> AsyncGenerator[rl.Answer, None]:
         """The tokens of one answer, one at a time."""
