@@ -437,6 +437,29 @@ def test_none_loads_what_was_saved(tmp_path):
     assert rl.load(tmp_path / "saved", of_one_weight(0), one=(), two=()) == {"one": ([1],), "two": (1, 2)}
 
 
+@pytest.mark.parametrize("given", [{}, None, [], {"t": torch.zeros(2), "seen": {}}])
+def test_a_place_for_what_was_saved_beside_tensors_is_not_left_empty(tmp_path, given):
+    rl.save(tmp_path, of_one_weight(1), data={"t": torch.ones(2), "seen": {"a": 1}, "none": {}})
+    with pytest.raises(bm.UsageError, match=r"has 'more\.data\..*', but 'more\.data.*' is .*; as there are tensors"):
+        rl.load(tmp_path, of_one_weight(0), data=given)
+    data = {"t": torch.zeros(2), "seen": {"a": 0}, "none": {}}
+    assert rl.load(tmp_path, of_one_weight(0), data=data)["data"]["seen"] == {"a": 1}
+
+
+def test_a_key_that_is_no_text_has_no_other_values_beside_tensors(tmp_path):
+    state = {"state": {0: {"average": torch.ones(2), "step": 3}}}
+    with pytest.raises(bm.UsageError, match=r"'more\.other\.state' has tensors, and under the key 0 other values"):
+        rl.save(tmp_path, of_one_weight(1), other=state)
+    with pytest.raises(bm.UsageError, match="under the key 0 other values"):
+        rl.Checkpoints(tmp_path).save(1, of_one_weight(1), other=state)
+    assert list(tmp_path.iterdir()) == []
+    rl.save(tmp_path, of_one_weight(1), other={0: {1: torch.ones(2)}})
+    filled = rl.load(tmp_path, of_one_weight(0), other={0: {1: torch.zeros(2)}})["other"]
+    assert filled[0][1].tolist() == [1, 1] and [*filled] == [0]
+    with pytest.raises(RuntimeError, match=r"Missing key in checkpoint state_dict: more\.seen"):
+        rl.load(tmp_path, of_one_weight(0), seen={1: 2})
+
+
 def test_what_ranks_save_under_one_name_is_that_of_rank_0(tmp_path):
     class Saves(bm.Worker):
         @register(Dispatch.ONE_TO_ALL)

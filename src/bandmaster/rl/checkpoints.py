@@ -6,7 +6,7 @@ import dataclasses
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,7 @@ def load(
         The loaded values of ``more``.
 
     Raises:
+        UsageError: A dict or list that was saved with tensors in it is to be loaded into an empty one.
         RuntimeError: It could not be read.
 
     Source: ``torch.distributed.checkpoint``.
@@ -141,7 +142,7 @@ class Checkpoints:
             **more: As those of `rl.save`.
 
         Raises:
-            UsageError: ``number`` is no whole number of 0 or more.
+            UsageError: ``number`` is no whole number of 0 or more; or as by `rl.save`.
             RuntimeError: This checkpoint cannot be begun, or the one before could not be written.
         """
         from torch import distributed
@@ -207,7 +208,7 @@ class Checkpoints:
             The loaded values of ``more``; those that were given, if there is no complete checkpoint.
 
         Raises:
-            UsageError: There is no complete checkpoint of this number.
+            UsageError: There is no complete checkpoint of this number; or as by `rl.load`.
         """
         self.wait()
         numbers = self.numbers()
@@ -309,10 +310,13 @@ def _whole(more: dict[str, Any]) -> dict[str, Any]:
 
     Dicts of tensors stay as they are, as a tensor may have parts on several ranks.
     """
-    return {
+    formed = {
         name: (value,) if _is_whole(value) or (_is_container(value) and not _has_tensors(value)) else value
         for name, value in more.items()
     }
+    for name, value in formed.items():
+        _refuse_left_out(f"more.{name}", value)
+    return formed
 
 
 def _is_whole(value: object, wanted: object = None) -> bool:
@@ -329,11 +333,49 @@ def _to_fill(more: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     filled = dict(more)
     for name, value in more.items():
         found: Any = saved.get(f"more.{name}")
-        if _is_container(value) and found is not None:
+        if parts := [key for key in saved if key.startswith(f"more.{name}.")]:
+            _refuse_left_out(f"more.{name}", value, parts)
+        elif _is_container(value) and found is not None:
             filled[name] = (value,)
         elif value is None and hasattr(found, "size"):  # a tensor
             filled[name] = torch.empty(found.size, dtype=found.properties.dtype)
     return filled
+
+
+def _refuse_left_out(name: str, value: object, saved: Iterable[str] = ()) -> None:
+    """Raise UsageError for values that DCP leaves out without an error, of a value that has tensors.
+
+    Args:
+        name: The name of the value in a checkpoint.
+        value: The value, to be saved or filled.
+        saved: The names that the checkpoint has, if it is to be filled.
+    """
+    if value is None or (_is_container(value) and not value):
+        for found in [one for one in saved if one.startswith(f"{name}.")][:1]:
+            raise UsageError(
+                f"the checkpoint has {found!r}, but {name!r} is {value!r}; as there are tensors beside it, give what "
+                "is to be loaded: a dict or list with the same keys, and tensors of their shapes"
+            )
+    for key, item in _items(value):
+        if isinstance(value, Mapping) and not isinstance(key, str) and not _is_of_tensors(item):
+            raise UsageError(
+                f"{name!r} has tensors, and under the key {key!r} other values, which would be loaded under "
+                f"{str(key)!r}; make the key a text"
+            )
+        _refuse_left_out(f"{name}.{key}", item, saved)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    """The items of a dict or list, each with its key or place; none of another value."""
+    return [*(value.items() if isinstance(value, Mapping) else enumerate(value))] if _is_container(value) else []
+
+
+def _is_of_tensors(value: object) -> bool:
+    from torch import Tensor
+
+    return isinstance(value, Tensor) or (
+        _is_container(value) and all(_is_of_tensors(item) for _, item in _items(value))
+    )
 
 
 def _has_tensors(value: object) -> bool:
