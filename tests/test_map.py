@@ -532,6 +532,28 @@ def test_rows_that_fail_fail_the_requests_that_take_them(group):
 
 
 @in_parallel
+def test_a_callback_of_a_map_whose_rows_fail_may_wait_for_a_thread_that_submits_a_call(group, gate):
+    failing, later = (group.make_when.submit(np.arange(6), str(gate)) for _ in range(2))
+    lock, has_come, was_free = threading.Lock(), threading.Event(), []
+
+    def take_lock(_):
+        has_come.set()
+        was_free.append(lock.acquire(timeout=5))
+
+    whole = group.one.map(failing).future
+    whole.add_done_callback(take_lock)
+    with lock:
+        failing.cancel()
+        assert has_come.wait(DEADLINE)
+        echo = group.make.submit(later)
+    gate.touch()
+    assert echo.result(DEADLINE)["id"].tolist() == list(range(6))
+    with pytest.raises(bm.CallCancelled):
+        whole.result(DEADLINE)
+    assert was_free == [True]
+
+
+@in_parallel
 def test_rows_that_are_released_stay_for_the_requests_that_were_submitted_before(group, gate):
     with group.make.submit(np.arange(6)) as rows:
         held = [group.hold.options(replica=replica)(-1, str(gate)) for replica in range(3) for _ in range(4)]

@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 from bandmaster.calls.call import Call
 from bandmaster.calls.future import Future
 from bandmaster.calls.options import FlowOptions
+from bandmaster.calls.progress import Once, progress
 from bandmaster.calls.request import CallRequest, CallSite, Collection
 from bandmaster.calls.result import Done, Result, awaited, wait_for_all, wait_for_step
 from bandmaster.calls.spec import MethodSpec
@@ -300,7 +301,8 @@ class Feed(Result):
                 future.cancel()
         finally:
             self.work.advance()
-            self.tell()
+            if self._callbacks:
+                progress.add(Once(self.workers, self.tell))  # there, as `advance` may have come here with its lock
 
     def cancel(self) -> bool:
         """Stop it with `CallCancelled`. Returns whether it was not done."""

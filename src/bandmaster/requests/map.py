@@ -206,6 +206,13 @@ class MapFeed(Feed):
     def _watch_part(self, future: Future[Any]) -> None:
         """Do nothing: `look` finds the requests that are done."""
 
+    def give_up(self, why: BaseException | None) -> None:
+        """Send no more requests, and have `look` end those that are open; see `Feed.give_up`."""
+        try:
+            super().give_up(why)
+        finally:
+            progress.look_at(self)
+
     def close(self) -> None:
         """Stop it without an error, and drop the claims on rows."""
         super().close()
@@ -307,8 +314,7 @@ class MapFeed(Feed):
         return True
 
     def tell(self) -> None:
-        """Call the functions of `watch` if it is done, and have `look` end its requests."""
-        progress.look_at(self)
+        """Call the functions of `watch` if it is done."""
         if self._callbacks:
             self.wait(0)
         super().tell()
