@@ -413,6 +413,33 @@ async def chat_with_rank_0(group):
     return await group.chat.options(replica=0)("a")
 
 
+@pytest.mark.backends("local", "ray")
+def test_requests_of_a_worker_begin_behind_a_call_that_another_of_its_threads_has_made_meanwhile(own, tmp_path):
+    def calls(rollout, folder, version):
+        import sys
+        import threading
+
+        made = []
+
+        def call():
+            made.extend([rollout.hold(folder), rollout.load.submit(version)])
+
+        def look(frame, kind, what):
+            if kind == "return" and frame.f_code is bm.Future.done.__code__:  # the call before is known to have ended
+                sys.setprofile(None)
+                thread = threading.Thread(target=call)
+                thread.start()
+                thread.join()
+
+        rollout.load(0)
+        sys.setprofile(look)
+        beside, behind = rollout.chat("a"), rollout.slow_version()
+        (folder / "gate").touch()
+        return behind.result(), len(made), beside.result()[1]
+
+    assert own[1].do(calls, tmp_path, 7) == [(7, 2, "aa")]
+
+
 def test_requests_of_workers_begin_behind_a_failed_call_that_nobody_waits_for(agents, rollout):
     failed = rollout.fail_on.submit(0)
     assert agents.await_.submit(chat_with_rank_0).result(DEADLINE) == [(0, "aa")] * 2

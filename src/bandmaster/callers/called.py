@@ -121,14 +121,14 @@ class CalledGroup:
         self.name, self.mesh, self.meshes, self.world_size = reference.name, mesh, meshes, mesh.size
         self._reference, self._cls, self._n_forks = reference, cls, n_forks()
         self._methods = specs_of(cls, registrations(cls), mesh, meshes)
-        self._collective: Future[Any] | None = None  # the last call to all ranks, unless it is known to have ended
+        self._collectives: dict[Future[Any], None] = {}  # the last call to all ranks, and those of other threads beside
 
-    def _last_collective(self) -> list[Future[Any]]:
+    def _last_collectives(self) -> list[Future[Any]]:
         """The last call to all ranks, unless it has ended: behind it, whatever this worker calls next begins."""
-        last = self._collective
-        if last is not None and last.done():
-            self._collective = last = None  # nor are its values kept
-        return [] if last is None else [last]
+        for last in list(self._collectives):
+            if last.done():
+                self._collectives.pop(last, None)  # nor are its values kept
+        return list(self._collectives)
 
     def _requests(self) -> Sequence[Future[Any]]:
         """The requests to the ranks themselves, neither ended nor cancelled, behind which a call to all begins."""
@@ -272,7 +272,7 @@ class DirectMethod(CalledMethod):
         path = path_of_this_call()
         request = super()._made(args, kwargs, target, [*beside, (PATH, path)])
         router, where, reached = request.router, request.target, self._group._workers
-        request.parents = [*request.parents, *self._group._last_collective()]
+        request.parents = [*request.parents, *self._group._last_collectives()]
         if where.min_version is not None:
             reached.reach_all()  # so that they tell their versions
         processes = reached.processes_for(path)
@@ -348,9 +348,12 @@ class RelayedMethod(CalledMethod):
         request = super()._made(args, kwargs, target, [*beside, (OPTIONS, self._given), (PATH, path)])
         if self._n_replicas <= 1 or ALL in self._given:  # else the controller alone knows the replica
             self._group._watch(request, path, self._spec.label, self._asked.ranks)
-        request.parents = [*self._group._last_collective(), *(() if self._n_replicas else self._group._requests())]
+        last = self._group._last_collectives()
+        request.parents = [*last, *(() if self._n_replicas else self._group._requests())]
         if not self._n_replicas:
-            self._group._collective = RequestFuture(request, self._group)
+            self._group._collectives[RequestFuture(request, self._group)] = None
+            for one in last:
+                self._group._collectives.pop(one, None)
         return request
 
 
