@@ -150,6 +150,14 @@ def test_a_line_is_written_at_once(monkeypatch, tmp_path):
         assert path.read_text() == "[actor 2] one\n[actor 2] two\n"
 
 
+def test_lines_with_characters_that_the_output_lacks_are_not_lost(monkeypatch, tmp_path):
+    path = tmp_path / "out"
+    with path.open("w", encoding="latin-1") as narrow:
+        monkeypatch.setattr(sys, "stdout", narrow)
+        screen.show(Written("stdout", "actor", 2, ["one", "caf\u00e9 \u2588 \ufffd", "two"]))
+        assert path.read_text("latin-1") == "[actor 2] one\n[actor 2] caf\u00e9 \\u2588 \\ufffd\n[actor 2] two\n"
+
+
 def _rest(fd):
     data = b""
     while True:

@@ -116,8 +116,12 @@ def show(written: Written) -> None:
             lines.append(written.bar)
     stream: Any = getattr(sys, written.kind)
     if lines and stream is not None:
+        text = "".join(f"{written.prefix}{line}\n" for line in lines)
         with contextlib.suppress(Exception):
-            stream.write("".join(f"{written.prefix}{line}\n" for line in lines))
+            try:
+                stream.write(text)
+            except UnicodeEncodeError:  # in Latin-1, for example: the characters that it lacks are escaped
+                stream.write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
             stream.flush()
 
 
