@@ -13,6 +13,7 @@ from hosts import spread
 
 import bandmaster as bm
 from bandmaster import Dispatch, UsageError, register
+from bandmaster.watching import stall
 
 DEADLINE = 30
 AFTER = 0.5
@@ -169,6 +170,16 @@ def test_where_several_are_guilty_the_group_is_restarted(ranks, tmp_path):
     assert caught.value.stall.guilty == (0, 1, 2)
     caught.value.renewal.result(DEADLINE)
     assert not {*pids} & {*ranks.pid()}
+
+
+def test_a_renewal_without_a_thread_fails(ranks, tmp_path, monkeypatch):
+    def no_thread(name, *_):
+        raise bm.ResourceError(f"cannot start thread {name!r}")
+
+    monkeypatch.setattr(stall, "start_thread", no_thread)
+    with pytest.raises(bm.Stalled) as caught:
+        ranks.wait_for.options(on_stall="restart")(tmp_path / "gate")
+    assert isinstance(caught.value.renewal.exception(DEADLINE), bm.ResourceError)
 
 
 @pytest.mark.slow

@@ -88,7 +88,11 @@ class Policies:
         is_replaced = is_for_one and all(call.site.limits().on_stall == REPLACE for call in ended)
         for call, stall in ended.items():
             call.expire(Stalled(stall.text, stall, renewal))
-        start_thread("bandmaster-on-stall", _renew, group, workers, sorted(ranks) if is_replaced else (), renewal)
+        try:
+            start_thread("bandmaster-on-stall", _renew, group, workers, sorted(ranks) if is_replaced else (), renewal)
+        except ResourceError as error:
+            _log.warning("on_stall=%r has failed: %s", REPLACE if is_replaced else RESTART, error)
+            renewal.set_exception(error)
 
 
 def _renew(group: Renewed, workers: Workers, ranks: Sequence[int], renewal: Future[None]) -> None:
