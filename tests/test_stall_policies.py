@@ -182,6 +182,16 @@ def test_a_renewal_without_a_thread_fails(ranks, tmp_path, monkeypatch):
     assert isinstance(caught.value.renewal.exception(DEADLINE), bm.ResourceError)
 
 
+@pytest.mark.parametrize("policy", ["restart", "replace"])
+def test_a_group_that_the_user_closes_is_not_said_to_be_restarted(ranks, tmp_path, monkeypatch, caplog, policy):
+    renew = getattr(ranks, policy)
+    monkeypatch.setattr(ranks, policy, lambda *rank: (ranks.close(), renew(*rank)))
+    with pytest.raises(bm.Stalled) as caught:
+        ranks.wait_for.options(on_stall=policy)(tmp_path / "gate", 1)
+    assert isinstance(caught.value.renewal.exception(DEADLINE), bm.ClosedError)
+    assert "restart" not in caplog.text and "has failed" not in caplog.text
+
+
 @pytest.mark.slow
 def test_in_its_turn_a_group_is_restarted(ranks, tmp_path):
     with ranks.turn():

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from bandmaster.calls.options import RAISE, REPLACE, RESTART, WARN
 from bandmaster.contract import Workers
 from bandmaster.errors import ResourceError, Stalled, UsageError
+from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.platform.limits import start_thread
 
 ENDED = "ended by the controller, as on_stall='replace' says: other ranks waited for it"
@@ -45,6 +46,8 @@ class Stall(NamedTuple):
 
 class Renewed(Protocol):
     """A group whose processes can be renewed."""
+
+    _ownership: Ownership
 
     def restart(self) -> None: ...  # noqa: D102
     def replace(self, rank: int) -> None: ...  # noqa: D102
@@ -103,12 +106,15 @@ def _renew(group: Renewed, workers: Workers, ranks: Sequence[int], renewal: Futu
                 workers.interrupt({rank: None}, ENDED)  # first, so that ranks in a collective with it do not wait on
                 group.replace(rank)
         except UsageError as error:
+            if not group._ownership.is_open:
+                raise
             _log.warning("the group is restarted, as on_stall=%r is not possible: %s", REPLACE, error)
             ranks = ()
         if not ranks:
             group.restart()
     except BaseException as error:
-        _log.exception("on_stall=%r has failed", REPLACE if ranks else RESTART)
+        if group._ownership.is_open:  # else the user has closed it meanwhile
+            _log.exception("on_stall=%r has failed", REPLACE if ranks else RESTART)
         renewal.set_exception(error)
     else:
         renewal.set_result(None)
