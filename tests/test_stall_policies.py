@@ -47,6 +47,13 @@ class Replaceable(Ranks):
         self.replaced = rank
 
 
+class SlowToReplace(Replaceable):
+    def __init__(self, gate):
+        while gate.exists():
+            (gate.parent / "begun").touch()
+            time.sleep(0.05)
+
+
 @pytest.fixture
 def ranks(backend):
     with bm.ResourcePool(spread([3]), backend=backend) as pool:
@@ -170,6 +177,37 @@ def test_where_several_are_guilty_the_group_is_restarted(ranks, tmp_path):
     assert caught.value.stall.guilty == (0, 1, 2)
     caught.value.renewal.result(DEADLINE)
     assert not {*pids} & {*ranks.pid()}
+
+
+@pytest.mark.slow
+@pytest.mark.here
+def test_where_another_rank_stalls_in_the_hook_of_a_replacement_the_group_is_restarted(ranks):
+    pids = ranks.pid()
+    for pid in pids[1:]:
+        os.kill(pid, signal.SIGSTOP)
+    ranks.set_default_options(on_stall="replace")
+    for future in [ranks.tell.options(replica=rank)() for rank in (1, 2)]:
+        with pytest.raises(bm.Stalled, match="is stopped, by SIGSTOP") as caught:
+            future.result(DEADLINE)
+    caught.value.renewal.result(DEADLINE)
+    assert not {*pids} & {*ranks.pid()}
+
+
+@pytest.mark.slow
+def test_requests_for_a_replica_that_is_being_replaced_wait_for_it(backend, tmp_path):
+    with bm.ResourcePool([2], backend=backend) as pool, concurrent.futures.ThreadPoolExecutor(1) as thread:
+        group = bm.WorkerGroup(pool, SlowToReplace, tmp_path / "slow")
+        group.set_default_options(stall_after=AFTER, on_stall="replace")
+        (tmp_path / "slow").touch()
+        with pytest.raises(bm.Stalled) as caught:
+            group.chat.options(replica=1)(tmp_path / "gate").result(DEADLINE)
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.05)
+        waiting = thread.submit(lambda: group.tell.options(replica=1)().result(DEADLINE))
+        assert not concurrent.futures.wait([caught.value.renewal], 8 * AFTER).done
+        (tmp_path / "slow").unlink()
+        caught.value.renewal.result(DEADLINE)
+        assert waiting.result(DEADLINE) == 1
 
 
 def test_a_renewal_without_a_thread_fails(ranks, tmp_path, monkeypatch):

@@ -118,7 +118,8 @@ class WatchedCalls:
         """
         now = time.monotonic()
         self._note(calls, now)
-        calls = [call for call in calls if not call.is_cancelled]
+        is_renewing = self._policies.is_renewing  # what has no place then waits for that
+        calls = [call for call in calls if not call.is_cancelled and (call.tickets or not is_renewing)]
         limits = {id(call): limit for call in calls if (limit := self._after(call)) is not None}
         new = [OFTEN * limit for number, limit in limits.items() if self._seen[number].since == now]
         self._looks_at = min(self._looks_at, now + min(new, default=math.inf))
@@ -127,7 +128,7 @@ class WatchedCalls:
             self._open, self._changed_at = open_now, now
         if self._told is not None and self._told.call() not in old:
             self._withdraw(self._told)
-        if not old or now < self._looks_at or self._policies.is_renewing:
+        if not old or now < self._looks_at:
             return
         workers.check(is_thorough=False)
         self._look_at_ranks(workers, old, now)

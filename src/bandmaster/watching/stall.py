@@ -64,7 +64,9 @@ class Policies:
         return self._renewal is not None and not self._renewal.done()
 
     def act(self, stalls: Mapping[Any, Stall], group: Renewed | None, workers: Workers | None) -> None:
-        """Do what the policies of some calls say. Their group is not being renewed.
+        """Do what the policies of some calls say. While their group is being renewed, calls are ended alone.
+
+        A call of the hook of the renewal is one of these: it may wait for a rank that has stalled as well.
 
         Args:
             stalls: What was told of each call.
@@ -79,6 +81,8 @@ class Policies:
                     start_thread("bandmaster-on-stall", _call_user, policy, stall)
             elif policy != WARN and (group is None or policy == RAISE):
                 call.expire(Stalled(stall.text, stall))
+            elif policy != WARN and self.is_renewing:
+                call.expire(Stalled(stall.text, stall, self._renewal))
             elif policy != WARN:
                 ended[call] = stall
         if ended and group is not None and workers is not None:
@@ -99,13 +103,13 @@ class Policies:
 
 
 def _renew(group: Renewed, workers: Workers, ranks: Sequence[int], renewal: Future[None]) -> None:
-    """Replace ranks of a group, or restart it if there are none; or if others have died, as they waited for these."""
+    """Replace ranks of a group, or restart it if there are none; or if others have died, or stall in the hook."""
     try:
         try:
             for rank in ranks:
                 workers.interrupt({rank: None}, ENDED)  # first, so that ranks in a collective with it do not wait on
                 group.replace(rank)
-        except UsageError as error:
+        except (UsageError, Stalled) as error:
             if not group._ownership.is_open:
                 raise
             _log.warning("the group is restarted, as on_stall=%r is not possible: %s", REPLACE, error)
