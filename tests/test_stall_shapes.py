@@ -378,6 +378,23 @@ def test_a_rank_that_had_no_time_to_tell_of_its_operation_is_not_said_to_be_behi
     assert mismatches({**told, 3: '  File "agent.py", line 3, in step'})[1] == [3]
 
 
+@pytest.mark.parametrize("entered", [True, False])
+def test_of_several_process_groups_the_rank_that_waits_in_none_is_the_one_that_others_wait_for(entered):
+    def stack(waits, **numbers):
+        file, name = (
+            ("/site-packages/torch/distributed/distributed_c10d.py", "all_reduce") if waits else ("a.py", "load")
+        )
+        told = [f"  collective: all_reduce, number {n} of process group {group}, ended" for group, n in numbers.items()]
+        return "\n".join([f'  File "{file}", line 3, in {name}', *told, ""])
+
+    # Mesh(dp=2, tp=2): rank 2 waits for rank 3, so that rank 0 waits for rank 2.
+    stacks = {0: stack(True, tp_0=7, dp_0=3), 1: stack(True, tp_0=7, dp_1=3), 2: stack(True, tp_1=7, dp_0=2)}
+    stacks[3] = stack(False, **({"tp_1": 6, "dp_1": 2} if entered else {}))
+    assert mismatches(stacks)[1] == ([3] if entered else [])
+    assert guilty({rank: RankFacts(Signs("S", 1.0, "step", 9.0), one, "a", 1) for rank, one in stacks.items()}) == (3,)
+    assert mismatches({rank: stacks[rank] for rank in (0, 1, 2)})[1] == [2], "all of them wait"
+
+
 TORCH = "/usr/lib/python3.11/site-packages/torch"
 CALL, FSDP = f"{TORCH}/nn/modules/module.py", f"{TORCH}/distributed/fsdp/fully_sharded_data_parallel.py"
 GATHER, WAIT = f"{TORCH}/distributed/distributed_c10d.py", "/usr/lib/python3.11/threading.py"

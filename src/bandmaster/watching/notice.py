@@ -237,6 +237,8 @@ def _facts(workers: Workers, work: OpenWork, call: Awaited) -> Ranks:
 def mismatches(stacks: Mapping[int, str]) -> tuple[list[str], list[int]]:
     """Lines about ranks that are behind others of their process group, or in another operation; and the ranks behind.
 
+    A rank that is behind as it waits in another process group itself is left out, unless all ranks wait.
+
     Args:
         stacks: The stacks of ranks, with what they tell of collectives.
     """
@@ -264,4 +266,5 @@ def mismatches(stacks: Mapping[int, str]) -> tuple[list[str], list[int]]:
             are, wait = "is" if len(behind) == 1 else "are", "waits" if len(there) == 1 else "wait"
             what = f"{' or '.join(by_name)} (number {last} of process group {group})"
             lines.append(f"  {named(behind)} {are} not in {what}, in which {named(there)} {wait}")
-    return lines, late
+    moving = stacks.keys() - waiting
+    return lines, sorted(moving.intersection(late) if moving else set(late))
