@@ -193,6 +193,27 @@ def test_where_another_rank_stalls_in_the_hook_of_a_replacement_the_group_is_res
     assert not {*pids} & {*ranks.pid()}
 
 
+@pytest.mark.parametrize("policy", ["restart", "replace"])
+def test_nothing_follows_for_a_call_that_ends_as_its_notice_is_written(ranks, tmp_path, monkeypatch, policy):
+    pids, n_before, end = ranks.pid(), len(bm.stalls()), time.monotonic() + DEADLINE
+    workers = ranks._ownership.workers()
+    read = workers.stacks
+
+    def stacks(tickets):
+        found = read(tickets)
+        (tmp_path / "gate").touch()
+        assert waiting.result(DEADLINE) == [0, 1, 2]
+        return found
+
+    waiting = ranks.wait_for.options(on_stall=policy).submit(tmp_path / "gate", 1)
+    monkeypatch.setattr(workers, "stacks", stacks)
+    while len(bm.stalls()) == n_before:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    time.sleep(0.5)  # for what would follow
+    assert ranks.pid() == pids
+
+
 @pytest.mark.slow
 def test_requests_for_a_replica_that_is_being_replaced_wait_for_it(backend, tmp_path):
     with bm.ResourcePool([2], backend=backend) as pool, concurrent.futures.ThreadPoolExecutor(1) as thread:

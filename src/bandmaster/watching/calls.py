@@ -227,6 +227,8 @@ class WatchedCalls:
         if not is_told:
             self._told = Told(weakref.ref(first), words_of(first.site), now + AGAIN * stalled[first])
             self._tell(said[first])
+        # A stack may take a second, in which calls end.
+        acting = [call for call in acting if call.done is None and (call.unanswered or not call.is_sent)]
         self._acted.update(acting)
         self._policies.act({call: said[call] for call in acting}, group(), workers)
         if any(call.is_cancelled for call in acting):
