@@ -243,8 +243,9 @@ def test_a_renewal_without_a_thread_fails(ranks, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("policy", ["restart", "replace"])
 def test_a_group_that_the_user_closes_is_not_said_to_be_restarted(ranks, tmp_path, monkeypatch, caplog, policy):
-    renew = getattr(ranks, policy)
-    monkeypatch.setattr(ranks, policy, lambda *rank: (ranks.close(), renew(*rank)))
+    for name in ("restart", "replace"):  # on a busy machine several ranks may be guilty, for which the group restarts
+        renew = getattr(ranks, name)
+        monkeypatch.setattr(ranks, name, lambda *rank, renew=renew: (ranks.close(), renew(*rank)))
     with pytest.raises(bm.Stalled) as caught:
         ranks.wait_for.options(on_stall=policy)(tmp_path / "gate", 1)
     assert isinstance(caught.value.renewal.exception(DEADLINE), bm.ClosedError)
