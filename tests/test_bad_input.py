@@ -44,7 +44,7 @@ class HoldsLock(Exception):
 
 
 class TakesTwo(Exception):
-    """Cannot be unpickled: that would call it with one argument."""
+    """Its constructor takes other arguments than those that unpickling would call it with."""
 
     def __init__(self, what, where):
         super().__init__(f"{what} at {where}")
@@ -138,7 +138,7 @@ FAILURES = {
     "GeneratorExit": lambda: GeneratorExit("gone"),
     "BaseException": lambda: Stop("at once"),
     "cannot be pickled": lambda: HoldsLock("held"),
-    "cannot be unpickled": lambda: TakesTwo("stuck", "layer 3"),
+    "takes two": lambda: TakesTwo("stuck", "layer 3"),
     "cannot be printed": lambda: Mute(),
     "stops on arrival": lambda: ErrorThatStopsOnArrival("poison"),
     "stops on leaving": lambda: ErrorThatStopsOnLeaving("poison"),
@@ -619,7 +619,7 @@ def test_all_ranks_that_raise_are_in_failures(ledger):
         ("GeneratorExit", GeneratorExit, "GeneratorExit: gone"),
         ("BaseException", Stop, "Stop: at once"),
         ("cannot be pickled", type(None), "HoldsLock: held"),
-        ("cannot be unpickled", type(None), "TakesTwo: stuck at layer 3"),
+        ("takes two", TakesTwo, "TakesTwo: stuck at layer 3"),
         ("cannot be printed", Mute, "Mute: <"),
         ("stops on arrival", type(None), "ErrorThatStopsOnArrival: poison"),
         ("stops on leaving", type(None), "ErrorThatStopsOnLeaving: poison"),

@@ -166,10 +166,18 @@ def test_who_is_to_blame_can_be_told_by_the_family():
 
 
 class Demanding(Exception):
-    """Pickles, and cannot be unpickled: the usual way of writing an exception with two arguments."""
+    """The usual way of writing an exception with two arguments, which unpickling would call with one."""
 
     def __init__(self, code, reason):
         super().__init__(f"{code}: {reason}")
+        self.code = code
+
+
+class Unloadable(Exception):
+    """Pickles, and cannot be unpickled."""
+
+    def __reduce__(self):
+        return Demanding, ("one",)
 
 
 class Sealed(Exception):
@@ -190,7 +198,7 @@ class NotAnError(Exception):
 @pytest.mark.parametrize(
     ("error", "summary"),
     [
-        (Demanding(7, "no"), "Demanding: 7: no"),
+        (Unloadable("x"), "Unloadable: x"),
         (Sealed(), "Sealed: sealed"),
         (NotAnError("x"), "NotAnError: x"),
     ],
@@ -214,6 +222,15 @@ def test_an_exception_of_a_local_class_travels_with_its_attributes():
 
     assert failure.exception.rows == [1, 2]
     assert failure.kind is FailureKind.RESULT
+
+
+def test_an_exception_whose_constructor_takes_other_arguments_travels():
+    several = ValueError(Demanding(7, "no"), Demanding(8, "nor this"))
+    failures = [Failure.of(raised(error)) for error in (Demanding(7, "no"), several)]
+    one, inner = (failure.exception for failure in pickle.loads(pickle.dumps(failures)))
+
+    assert (type(one), str(one), one.code) == (Demanding, "7: no", 7)
+    assert [error.code for error in inner.args] == [7, 8]
 
 
 def test_a_failure_shows_what_the_error_was_caused_by():

@@ -170,7 +170,8 @@ def _headline(failure: Failure) -> str:
 class RemoteError(_RankError):
     """A method raised on one or more ranks.
 
-    ``__cause__`` is the original exception of ``rank``; the message contains its remote traceback.
+    ``__cause__`` is the original exception of ``rank``, or None if it cannot be pickled; the message contains its
+    remote traceback.
 
     Attributes:
         method: ``"Class.method"``.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copyreg
+import io
 import linecache
 import os
 import pickle
@@ -207,9 +209,30 @@ def reraise_if_from_signal(error: BaseException) -> None:
         raise error
 
 
-def _dump(error: BaseException | None) -> bytes | None:
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    def reducer_override(self, obj: Any) -> Any:
+        cls: Any = type(obj)
+        if cls.__reduce__ is BaseException.__reduce__ and cls not in copyreg.dispatch_table:
+            return _remade, (cls, obj.args), vars(obj) or None
+        return super().reducer_override(obj)
+
+
+def _remade(cls: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """An exception of these ``args``, also if ``__init__`` takes others, as that of many exception classes does."""
     try:
-        return None if error is None else cloudpickle.dumps(error)
+        return cls(*args)
+    except Exception as why:
+        reraise_if_from_signal(why)
+        made = cls.__new__(cls, *args)
+        made.args = args
+        return made
+
+
+def _dump(error: BaseException | None) -> bytes | None:
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer).dump(error)
+        return buffer.getvalue()
     except BaseException as why:  # the exception may hold any value; the failure already has its text
         reraise_if_from_signal(why)
         return None
@@ -217,8 +240,8 @@ def _dump(error: BaseException | None) -> bytes | None:
 
 def _loaded(dumped: bytes | None) -> BaseException | None:
     try:
-        exception = None if dumped is None else pickle.loads(dumped)
-    except BaseException as why:  # many exception classes cannot be unpickled: their __init__ takes other arguments
+        exception = pickle.loads(dumped) if dumped else None
+    except BaseException as why:  # what the exception holds may raise anything as it is unpickled
         reraise_if_from_signal(why)
         return None
     return exception if isinstance(exception, BaseException) else None
