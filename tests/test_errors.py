@@ -15,11 +15,13 @@ from bandmaster.errors import (
     CallTimeout,
     CollectError,
     ConstructorError,
+    MeshError,
     RemoteError,
     UsageError,
     WorkerDied,
 )
 from bandmaster.errors.failure import Failure, FailureKind
+from bandmaster.plan.mesh import Mesh
 
 PUBLIC = {name for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, BandmasterError)}
 PUBLIC = sorted(name for name in PUBLIC if not name.startswith("_"))
@@ -231,6 +233,21 @@ def test_an_exception_whose_constructor_takes_other_arguments_travels():
 
     assert (type(one), str(one), one.code) == (Demanding, "7: no", 7)
     assert [error.code for error in inner.args] == [7, 8]
+
+
+@pytest.mark.parametrize("full", ["0", "1"])
+def test_a_failure_leaves_out_the_frames_inside_the_library_of_errors_that_it_raises_in_a_method(monkeypatch, full):
+    monkeypatch.setenv("BANDMASTER_FULL_TRACEBACKS", full)
+
+    def method():
+        return Mesh(dp=2).coordinates(5)
+
+    with pytest.raises(MeshError) as caught:
+        method()
+    text = Failure.of(caught.value).traceback
+
+    assert "return Mesh(dp=2).coordinates(5)" in text
+    assert ("/bandmaster/plan/" in text) == (full == "1")
 
 
 def test_a_failure_shows_what_the_error_was_caused_by():

@@ -27,7 +27,6 @@ Every leaf also inherits the builtin exception named beside it, so that ``except
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -37,6 +36,7 @@ from bandmaster.errors.failure import (
     Failure,
     FailureKind,
     is_in_debugger,
+    shows_all_frames,
     stacks_by_equality,
     with_source_lines,
     without_library_frames,
@@ -54,13 +54,13 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 class BandmasterError(Exception):
     """Base class of all exceptions of this library.
 
-    In notebooks and pytest, the frames of this library are left out of its traceback, unless the environment variable
-    BANDMASTER_FULL_TRACEBACKS is 1.
+    In notebooks and pytest, and in the message of a `RemoteError`, the frames of this library are left out of its
+    traceback, unless the environment variable BANDMASTER_FULL_TRACEBACKS is 1.
     """
 
     def _render_traceback_(self) -> list[str]:
         """Format the traceback for IPython, which calls this method of an exception."""
-        frames = self.__traceback__ if _shows_all() else without_library_frames(self.__traceback__)
+        frames = self.__traceback__ if shows_all_frames() else without_library_frames(self.__traceback__)
         shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
         if shell is None:  # the caller is not IPython
             return traceback.format_exception(type(self), self, frames)
@@ -77,11 +77,7 @@ def hide_library_frames() -> None:
 
 def _hides(seen: Any) -> bool:
     """Whether pytest leaves out the frames of this library. ``seen`` is its ``ExceptionInfo``."""
-    return isinstance(seen.value, BandmasterError) and not _shows_all()
-
-
-def _shows_all() -> bool:
-    return os.environ.get("BANDMASTER_FULL_TRACEBACKS", "0") not in ("", "0")
+    return isinstance(seen.value, BandmasterError) and not shows_all_frames()
 
 
 class UsageError(BandmasterError):

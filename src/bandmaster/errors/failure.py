@@ -46,7 +46,8 @@ class Failure:
     Attributes:
         kind: The cause of the failure.
         summary: Type and message of the exception.
-        traceback: The remote traceback as text, without this library's outermost frames.
+        traceback: The remote traceback as text, without this library's outermost frames; of an error of this library
+            without all its frames, unless the environment variable BANDMASTER_FULL_TRACEBACKS is 1.
         exception: The original exception; None if it cannot be pickled or unpickled.
         host: Host name of the failing process; "" if unknown.
         pid: Process id of the failing process; 0 if unknown.
@@ -69,7 +70,8 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, kind: FailureKind = FailureKind.RAISED, device: str = "") -> Failure:
         """The failure for an exception that was raised in the current process."""
-        frames = _user_frames(error.__traceback__)
+        is_short = type(error).__module__ == __package__ and not shows_all_frames()
+        frames = (without_library_frames if is_short else _user_frames)(error.__traceback__)
         summary = summary_of(error)
         try:
             text = "".join(traceback.format_exception(type(error), error, frames))
@@ -154,6 +156,11 @@ def without_library_frames(frames: TracebackType | None) -> TracebackType | None
     for frame, instruction, line in reversed(kept):
         copy = TracebackType(copy, frame, instruction, line)
     return copy or frames
+
+
+def shows_all_frames() -> bool:
+    """Whether tracebacks of this library's errors have its own frames."""
+    return os.environ.get("BANDMASTER_FULL_TRACEBACKS", "0") not in ("", "0")
 
 
 def _each(frames: TracebackType | None) -> Iterator[TracebackType]:
