@@ -480,6 +480,21 @@ def test_calling_what_is_not_registered_says_what_to_do(ledger):
     assert not hasattr(ledger, "_tel")
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("remote", r"'remote'; call it, or submit\(\.\.\.\) it for a future"),
+        ("map", "'map', which methods have that are registered with Dispatch.REQUEST"),
+        ("submitt", r"'submitt'; did you mean 'submit'\?"),
+        ("zzz", "'zzz'$"),
+    ],
+)
+def test_what_a_method_of_a_group_lacks_says_what_there_is(ledger, name, hint):
+    with pytest.raises(AttributeError, match=f"group method Ledger.tell has no attribute {hint}") as refused:
+        getattr(ledger.tell, name)
+    assert "Did you mean" not in "".join(traceback.format_exception(refused.value))
+
+
 @pytest.mark.backends("inprocess", "local")
 def test_static_and_class_methods_are_bound_by_their_own_signature(make_group):
     class Tools(bm.Worker):

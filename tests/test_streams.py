@@ -661,6 +661,7 @@ def test_ctrl_c_cancels_what_is_waited_for(three, gate):
         ),
         ({"pull": 2}, r"pull= was removed: register the method with .* and call method.map\(rows, chunk=n\)"),
         ({"pul": 2}, "a call has no option 'pul'"),
+        ({"replica": 1}, "no option 'replica'; .*; replica is for methods that are registered with Dispatch.REQUEST"),
     ],
 )
 def test_options_that_make_no_sense(three, options, message):

@@ -136,6 +136,8 @@ class CallOptions:
                 )
             if name not in CALL_NAMES:
                 where = f"; {name} is for group.method.options(...)" if name in FLOW_NAMES else ""
+                if name in REQUEST_NAMES:
+                    where = f"; {name} is for methods that are registered with Dispatch.REQUEST"
                 known = " and ".join([", ".join(CALL_NAMES[:-1]), CALL_NAMES[-1]])
                 raise UsageError(f"a call has no option {name!r}; its options are {known}{where}")
             if name == "on_stall":
@@ -146,6 +148,7 @@ class CallOptions:
 
 
 CALL_NAMES = tuple(field.name for field in fields(CallOptions))
+REQUEST_NAMES = "key", "replica", "spill", "retries", "min_version"  # of options that only requests have
 
 
 class _Library:

@@ -25,7 +25,7 @@ from bandmaster.calls.row_arguments import RowsElsewhere, refers_to_rows
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, WorkerCall, Workers
-from bandmaster.errors import UsageError
+from bandmaster.errors import UsageError, suggestion
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, alike
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import RealRows
@@ -286,6 +286,14 @@ class Submitter:
         return site if options is None else site._replace(options=options)
 
 
+_OF_REQUESTS = ", which methods have that are registered with Dispatch.REQUEST"
+_ELSEWHERE = {  # what is often looked for in a method that lacks it
+    "remote": "; call it, or submit(...) it for a future",
+    "map": _OF_REQUESTS,
+    "all": _OF_REQUESTS,
+}
+
+
 class AnyMethod:
     """A registered method of a group with options, whether its calls go to all ranks or to one replica.
 
@@ -328,6 +336,15 @@ class AnyMethod:
         """A copy with some limits changed, and other options."""
         options = self._submitter.options_but(self._options, limits)
         return type(self)(self._group, self._submitter, self._spec, options, how)
+
+    if not TYPE_CHECKING:  # so that type checkers report unknown names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            spec = self.__dict__.get("_spec")
+            hint = _ELSEWHERE.get(name) or suggestion(name, dir(type(self)))
+            error = AttributeError(f"{self._kind} {spec and spec.label} has no attribute {name!r}{hint}")
+            error.name = name  # without obj, so that Python does not add the same suggestion to a traceback
+            raise error
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a method of a group cannot be pickled; pass the group, or the values that the workers need")
