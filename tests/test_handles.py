@@ -452,6 +452,8 @@ def test_wrong_uses_are_refused_in_words(two, three):
     for wrong in 0, slice(0, 2.0), slice(None, None, 0), [[0], [1, 2]]:
         with pytest.raises(bm.UsageError, match=r"rows\[i:i\+1\] is a single one"):
             rows[wrong]
+    with pytest.raises(bm.UsageError, match=r"got 'id'; rows.select\('id'\) has that column alone"):
+        rows["id"]
     for n in -1, 3.9, "2":
         with pytest.raises(bm.UsageError, match=rf"repeat takes a whole number of copies, 0 or more, got n={n!r}"):
             rows.repeat(n)

@@ -114,9 +114,11 @@ class Handle:
         except (TypeError, ValueError):  # a slice by 2.0 or with step 0, lists of unequal length
             is_valid = False
         if not is_valid:
+            is_name = isinstance(rows, str)
+            hint = f"rows.select({rows!r}) has that column alone" if is_name else "rows[i:i+1] is a single one"
             raise UsageError(
                 "the rows of a future are selected by a slice of whole numbers, an array of numbers or a boolean mask, "
-                f"got {rows!r}; rows[i:i+1] is a single one"
+                f"got {rows!r}; {hint}"
             )
         chosen = rows if isinstance(rows, slice) else np.array(rows)  # a copy, as the caller may change it
         return self._taken("rows", lambda n_rows: index_of(chosen, n_rows))
