@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bandmaster.errors import ArgumentError, BatchError
-from bandmaster.plan.batch import KNOWN, Batch, as_batch, describe
+from bandmaster.plan.batch import KNOWN, Batch, as_batch, describe, has_columns
 from bandmaster.plan.columns import as_array
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import CollectEach, Cut, RealRows, cut_rows
@@ -280,10 +280,12 @@ def batch_of(argument: BoundArgument, method: str) -> Batch | None:
     try:
         return as_batch(argument.value)
     except BatchError as error:
-        raise BatchError(
-            f"argument {argument.name!r} of {method}: {error}; keep only batches of equal length in it, or broadcast "
-            f"all of it with register(..., arguments={{{argument.name!r}: Broadcast()}})"
-        ) from None
+        keep = (
+            "; keep only batches of equal length in it, or broadcast all of it with "
+            f"register(..., arguments={{{argument.name!r}: Broadcast()}})"
+        )
+        advice = keep if has_columns(argument.value) else ""  # a future of rows has none of the caller's values
+        raise BatchError(f"argument {argument.name!r} of {method}: {error}{advice}") from None
 
 
 class SplitArguments:

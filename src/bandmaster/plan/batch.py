@@ -338,6 +338,11 @@ def copies_rows(value: Any) -> bool:
     return name == "torch.Tensor" and not (value.is_nested or value.requires_grad)
 
 
+def has_columns(value: Any) -> bool:
+    """Whether the value is a mapping, NamedTuple or dataclass, which is a batch if all that it holds are batches."""
+    return isinstance(_kind_of(type(value)), ColumnsType)  # type: ignore[arg-type]  # as above
+
+
 def describe(value: Any) -> str:
     """Name the type of a value that is not a batch, and for a NamedTuple or dataclass a field that is not a batch."""
     columns = columns_of(value) if _kind_of(type(value)) is RECORD else {}  # type: ignore[arg-type]  # as above
