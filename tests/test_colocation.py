@@ -324,6 +324,11 @@ MISTAKES = {
     "no role": (lambda pool: bm.colocate(pool), bm.UsageError, "at least one role"),
     "a pool of another kind": (lambda pool: bm.colocate([2], a=Actor), bm.ArgumentError, "must be a ResourcePool"),
     "no worker class": (lambda pool: bm.colocate(pool, a=dict), bm.UsageError, "not a subclass of bandmaster.Worker"),
+    "a worker": (
+        lambda pool: bm.colocate(pool, a=bm.Worker()),
+        bm.UsageError,
+        "got a Worker in place of its class; pass the class, and the arguments of its constructor beside it",
+    ),
     "a name that is no identifier": (
         lambda pool: bm.colocate(pool, **{"a/b": Critic}),
         bm.UsageError,

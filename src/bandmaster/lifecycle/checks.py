@@ -41,6 +41,11 @@ def unwrap(
         worker_class, args, kwargs = worker_class.cls, worker_class.args, worker_class.kwargs
     cls = getattr(worker_class, "__ray_actor_class__", worker_class)  # the class inside of @ray.remote
     options = getattr(worker_class, "_default_options", {}) if cls is not worker_class else {}
+    if isinstance(cls, Worker):
+        raise UsageError(
+            f"got a {type(cls).__name__} in place of its class; pass the class, and the arguments of its constructor "
+            "beside it"
+        )
     if not (inspect.isclass(cls) and issubclass(cls, Worker)):
         raise UsageError(f"{cls!r} is not a subclass of bandmaster.Worker; write class MyWorker(bandmaster.Worker)")
     if inspect.iscoroutinefunction(cls.__init__):
