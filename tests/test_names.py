@@ -46,7 +46,8 @@ def test_a_new_group_takes_the_place_of_the_one_of_its_name(make_pool, caplog):
         group = bm.WorkerGroup(pool, Critic, 2, name="actor")
     assert "group 'actor' is closed, because a new group of that name replaces it" in caplog.text
     assert (group.get(), other.get()) == ([2, 2], [7, 7])
-    with pytest.raises(bm.ClosedError, match="group 'actor' was closed, because a new group of that name replaced it"):
+    why = "because a new group of that name replaced it; use that one, or create it again if its start has failed"
+    with pytest.raises(bm.ClosedError, match=f"group 'actor' was closed, {why}"):
         former.get()
     bm.WorkerGroup(pool, Actor, name="actor").close()
     assert bm.WorkerGroup(pool, Actor, 3, name="actor").get() == [3, 3]

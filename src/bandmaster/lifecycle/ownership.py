@@ -177,6 +177,7 @@ def close_former(group: Any) -> list[Any]:
     closed = [other for other in former if other._name == group._name]
     for other in closed:
         _log.info("group %r is closed, because a new group of that name replaces it", group._name)
-        other._ownership.why_closed = ", because a new group of that name replaced it; use that one"
+        why = "because a new group of that name replaced it; use that one, or create it again if its start has failed"
+        other._ownership.why_closed = f", {why}"
         other.close()
     return closed
