@@ -440,6 +440,25 @@ def test_requests_of_a_worker_begin_behind_a_call_that_another_of_its_threads_ha
     assert own[1].do(calls, tmp_path, 7) == [(7, 2, "aa")]
 
 
+@pytest.mark.backends("local", "ray")
+def test_a_request_behind_a_call_that_was_cancelled_does_not_wait_for_what_that_call_waited_for(own, tmp_path):
+    def calls(rollout, folder, within_s):
+        import threading
+
+        held, load = rollout.hold(folder), rollout.load.submit(1)
+        behind = rollout.chat("a")
+        waiting = threading.Thread(target=behind.result)
+        waiting.start()
+        waiting.join(0.5)  # it has come to wait for the request that is held
+        load.cancel()
+        waiting.join(within_s)
+        found = waiting.is_alive(), behind.done()
+        (folder / "gate").touch()
+        return found, held.result() in (0, 1)
+
+    assert own[1].do(calls, tmp_path, DEADLINE) == [((False, True), True)]
+
+
 def test_requests_of_workers_begin_behind_a_failed_call_that_nobody_waits_for(agents, rollout):
     failed = rollout.fail_on.submit(0)
     assert agents.await_.submit(chat_with_rank_0).result(DEADLINE) == [(0, "aa")] * 2
