@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -316,12 +317,13 @@ def test_kill_all_asks_first(make_group, terminal):
 def test_kill_all_without_a_terminal_needs_yes(make_group):
     group = make_group(1, Busy)
     runs = []
-    for arguments in ([], ["--yes"]):
-        command = [sys.executable, "-m", "bandmaster", *KILL_ALL, *arguments]
-        runs.append(subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60))
-    refused, ended = runs
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr.startswith("bandmaster kill: --all asks before") and "--yes" in refused.stderr
+    for arguments, redirection in (([], "< /dev/null"), ([], "<&-"), (["--yes"], "<&-")):
+        command = shlex.join([sys.executable, "-m", "bandmaster", *KILL_ALL, *arguments])
+        runs.append(subprocess.run(f"{command} {redirection}", shell=True, capture_output=True, text=True, timeout=60))
+    *refusals, ended = runs
+    for refused in refusals:
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert refused.stderr.startswith("bandmaster kill: --all asks before") and "--yes" in refused.stderr
     assert ended.returncode == 0 and f"group {group.name}@" in ended.stdout
 
 

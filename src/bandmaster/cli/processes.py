@@ -45,7 +45,7 @@ def kill(
     Raises:
         UsageError: ``is_all`` needs a confirmation, but standard input is not a terminal.
     """
-    if is_all and not is_sure and not sys.stdin.isatty():
+    if is_all and not is_sure and not (sys.stdin and sys.stdin.isatty()):
         raise UsageError("--all asks before it ends groups, but standard input is not a terminal; add --yes")
     discovered = discover(controller)
     if names and (complaints := complaints_about(names, discovered)):

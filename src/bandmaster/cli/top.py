@@ -97,7 +97,7 @@ def _table(moment: Moment, width: int, height: int, interval_s: float) -> Any:
 @contextlib.contextmanager
 def _keys() -> Iterator[int | None]:
     """The descriptor of a terminal that passes each key at once, without echo; None if input is not a terminal."""
-    if not sys.stdin.isatty():
+    if not (sys.stdin and sys.stdin.isatty()):
         yield None
         return
     fd = sys.stdin.fileno()
