@@ -154,7 +154,8 @@ async def _value(future: Any) -> Any:
 def _submitted(called: Any, sent: Sent, back: Any) -> Any:
     method = _program().with_options(getattr(called, sent.method), sent)
     args = (sent.token, back) if sent.inner else sent.args
-    future = method(*args) if sent.is_request else method.submit(*args)
+    ask = method.all if sent.method == "tell" else method if sent.is_request else method.submit
+    future = ask(*args)
     sent.future = future if back is not None else None
     return future
 

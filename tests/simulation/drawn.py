@@ -44,6 +44,7 @@ class Kind(NamedTuple):
         calling: Share of steps in which it calls a group whose workers call the other one in turn.
         circling: Share of the calls of workers whose ranks call the first group back.
         retrying: Share of requests that are sent again if their replica has died; it dies often.
+        aiming: Share of requests that name their replica, or go to all of them.
     """
 
     n_ranks: int
@@ -71,6 +72,7 @@ class Kind(NamedTuple):
     calling: float = 0.0
     circling: float = 0.0
     retrying: float = 0.0
+    aiming: float = 0.0
 
     @classmethod
     def drawn(cls, seed: int) -> Kind:
@@ -100,6 +102,7 @@ class Kind(NamedTuple):
             choosing=draw.choice([0.0, 0.05]),
             turning=draw.choice([0.0, 0.0, 0.0, 0.2]),
             retrying=random.Random(f"retrying {seed}").choice([0.0, 0.5]) if faults > 0.7 else 0.0,
+            aiming=random.Random(f"aiming {seed}").choice([0.0, 0.0, 0.4]),
         )
         if draw.random() < 0.85:
             if draw.random() < 0.85:
@@ -136,6 +139,7 @@ class Sent:
         may_be_lost: Whether rows that it takes may have been released before it was submitted.
         retries: How often it may be sent again; its plans are one for each time.
         n_begun: How often it has begun, if it may be sent again.
+        replica: The replica that it names; None if it names none.
         returns_errors: Whether a map goes on after a request that has failed.
         is_cancelled: Whether it may have been cancelled.
         cancelled_at: When it was cancelled for certain.
@@ -159,6 +163,7 @@ class Sent:
         self.is_releasing = self.is_released = self.may_be_lost = False
         self.returns_errors = False
         self.retries = self.n_begun = 0
+        self.replica: int | None = None
         self.future: Any = None
         self.is_cancelled = False
         self.n_callbacks = self.n_expected = 0
@@ -207,7 +212,12 @@ class Sent:
     @property
     def is_request(self) -> bool:
         """Whether one replica runs it."""
-        return self.method in ("ask", "repeat", "exclusive", "tokens", "chunk", "score", "ask_others")
+        return self.method in ("ask", "repeat", "tell", "exclusive", "tokens", "chunk", "score", "ask_others")
+
+    @property
+    def is_for_all(self) -> bool:
+        """Whether all ranks run it."""
+        return not self.is_request or self.method == "tell"
 
     @property
     def runs_beside(self) -> bool:

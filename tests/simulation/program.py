@@ -234,7 +234,8 @@ class Program:
             self.world.note("awaits", sent.method, sent.token)
             sent.is_cancelled = timeout is not None  # perhaps: another thread may learn of it first
             try:
-                future = self.method_of(sent)(*sent.args)
+                method = self.method_of(sent)
+                future = (method.all if sent.method == "tell" else method)(*sent.args)
                 sent.future = future
                 began = self.world.now
                 value = await (future if timeout is None else asyncio.wait_for(_value(future), timeout))
@@ -356,6 +357,10 @@ class Program:
             is_last = draw.random() < 0.3
             how = [*("die" if draw.random() < 0.1 else "value" for _ in range(sent.retries)), sent.plans.how]
             sent.plans = [sent.plans._replace(how=one) for one in (reversed(how) if is_last else how)]
+        elif sent.method == "ask" and self.kind.aiming and draw.random() < self.kind.aiming:
+            sent.replica = draw.choice([None, *range(self.kind.n_ranks)])
+            if sent.replica is None:
+                sent.method, sent.plans = "tell", dict.fromkeys(range(self.kind.n_ranks), sent.plans)
         return sent
 
     def _call(self, draw: random.Random) -> None:
@@ -391,7 +396,8 @@ class Program:
         """Submit a call."""
         self.world.note("submits", sent.method, sent.token)
         with self._submitting(sent) as args:
-            sent.future = self.method_of(sent).submit(*args)
+            method = self.method_of(sent)
+            sent.future = method.all(*args) if sent.method == "tell" else method.submit(*args)
 
     @contextmanager
     def _submitting(self, sent: Sent) -> Iterator[tuple[Any, ...]]:
@@ -415,6 +421,8 @@ class Program:
         """The method of a call with the options of the call."""
         if sent.retries:
             return method.options(retries=sent.retries, key=sent.token % 3 or None)
+        if sent.replica is not None:
+            return method.options(replica=sent.replica)
         has_grace = sent.method == "work" and sent.token % 3 == 0 and sent.caller is None
         return method.options(grace=self.grace) if has_grace else method
 
@@ -472,7 +480,7 @@ class Program:
         if sent.parts or sent.is_operation:
             return max(map(self.ended, sent.parts or sent.parents), default=START)
         by_rank = self.world.ended.get(sent.token, {})  # type: ignore[attr-defined]
-        n_ranks = 1 if sent.is_request else self.kind.n_ranks
+        n_ranks = self.kind.n_ranks if sent.is_for_all else 1
         return max(by_rank.values()) if len(by_rank) == n_ranks else math.inf
 
     def judge(self, sent: Sent, outcome: Any) -> None:
@@ -530,10 +538,10 @@ class Program:
             self._judge_map(sent, outcome)
         else:
             world.check(not sent.fails, "a call that fails has a value", sent.token, outcome)
-            is_for_all = not sent.is_request
-            values = outcome if is_for_all else [outcome]
-            n = self.kind.n_ranks if is_for_all else 1
+            values = outcome if sent.is_for_all else [outcome]
+            n = self.kind.n_ranks if sent.is_for_all else 1
             ranks = [value[1] for value in values]
+            world.check(sent.replica in (None, *ranks), "another replica than it names", sent.token, ranks)
             world.check(len(values) == n and (n == 1 or ranks == [*range(n)]), "ranks are missing", sent.token, ranks)
             tokens = {value[0] for value in values} | {
                 int(one) for value in values if len(value) > 2 for one in value[2][::4000]
@@ -689,8 +697,9 @@ class _Log(logging.Handler):
 
 def _hook(args: Any) -> None:
     world = worlds.world
-    if world is not None and world.has_killed:
-        return  # perhaps it is of what a killed process has left
+    is_left = World.has_ever_killed and "Event loop is closed" in str(args.exc_value)
+    if is_left or (world is not None and world.has_killed):
+        return  # perhaps it is of what a killed process has left, in a program before this one
     if world is not None:
         world.fail(f"an exception was lost: {args.exc_value!r} in {args.object!r}")
     else:

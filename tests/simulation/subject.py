@@ -48,6 +48,11 @@ class Subject(bm.Worker):
         """A request that may be run twice."""
         return await self._ran_beside(token, *([] if ballast is None else [ballast]))
 
+    @bm.register("REQUEST", concurrency=4)
+    async def tell(self, token, ballast=None):
+        """A request to all replicas."""
+        return await self._ran_beside(token, *([] if ballast is None else [ballast]))
+
     @bm.register("ONE_TO_ALL")
     def items(self, token):
         """A call that yields items, as many as its token says."""

@@ -113,7 +113,7 @@ class Worker:
                 token,
                 self.running,
             )
-            n = sum(one.method == sent.method for one in beside)
+            n = sum(one.method == sent.method != "tell" for one in beside)
             n_callers = 1 + program.kind.n_ranks  # each counts its own, and those that have died are not known yet
             world.check(n < 4 * n_callers or world.n_died > 0, "more requests run than may", self, token)
         else:
