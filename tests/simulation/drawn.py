@@ -171,6 +171,13 @@ class Sent:
         self.is_lost = False
         self.waited_since = math.inf
 
+    def may_come_again(self, draw: random.Random, method: str, retries: int) -> None:
+        """Have it sent again if its replica dies, as it often does."""
+        self.method, self.retries = method, retries
+        hows = [self.plans.how, *("die" if draw.random() < 0.1 else "value" for _ in range(retries))]
+        draw.shuffle(hows)
+        self.plans = [self.plans._replace(how=how) for how in hows]
+
     @property
     def args(self) -> tuple[Any, ...]:
         """Its arguments."""

@@ -31,9 +31,13 @@ def map_rows(program: Program, draw: random.Random, mine: list[Sent], can_await:
         for part in whole.parts:
             part.is_cancelled = True  # perhaps, as another one has failed
     is_iterated, method = draw.random() < 0.5, draw.choice(["ask", "ask", "exclusive"])
+    n_again = 1 if method == "ask" and whole.chunk is None and draw.random() < program.kind.retrying else 0
+    method = "repeat" if n_again else method
     if whole.chunk is None:
         for part in whole.parts:
             part.method = method
+            if n_again:
+                part.may_come_again(draw, method, n_again)
     options = {
         "in_flight": draw.choice([None, None, 1, 3]),
         "maxsize": draw.choice([None, 1, 4]) if is_iterated else None,
@@ -43,7 +47,7 @@ def map_rows(program: Program, draw: random.Random, mine: list[Sent], can_await:
     with program.judged(whole):
         tokens: Any = [part.token for part in whole.parts]
         if whole.chunk is None:
-            mapped = getattr(program.group, method).map(tokens, **options)
+            mapped = program.with_options(getattr(program.group, method), whole.parts[0]).map(tokens, **options)
         else:
             mapped = program.group.chunk.map(whole.ids, whole.width, chunk=whole.chunk, **options)
         take_map(program, draw, whole, mapped, mine, is_iterated, can_await)

@@ -353,10 +353,7 @@ class Program:
         """A call; if it is a request, perhaps one that is sent again if its replica dies, as it often does."""
         sent = self.drawn(draw, asking)
         if sent.method == "ask" and self.kind.retrying and draw.random() < self.kind.retrying:
-            sent.method, sent.retries = draw.choice(["ask", "repeat"]), draw.choice([1, 1, 2])
-            is_last = draw.random() < 0.3
-            how = [*("die" if draw.random() < 0.1 else "value" for _ in range(sent.retries)), sent.plans.how]
-            sent.plans = [sent.plans._replace(how=one) for one in (reversed(how) if is_last else how)]
+            sent.may_come_again(draw, draw.choice(["ask", "repeat"]), draw.choice([1, 1, 2]))
         elif sent.method == "ask" and self.kind.aiming and draw.random() < self.kind.aiming:
             sent.replica = draw.choice([None, *range(self.kind.n_ranks)])
             if sent.replica is None:
