@@ -742,7 +742,11 @@ def goes_by(protocol, **arguments):
 
 GROUPS = {
     "no worker class": (lambda pool: bm.WorkerGroup(pool, dict), bm.UsageError, ["bandmaster.Worker", "dict"]),
-    "an instance": (lambda pool: bm.WorkerGroup(pool, Fragile.__new__(Fragile)), bm.UsageError, ["bandmaster.Worker"]),
+    "an instance": (
+        lambda pool: bm.WorkerGroup(pool, Fragile.__new__(Fragile)),
+        bm.UsageError,
+        ["Fragile", "pass the class"],
+    ),
     "no pool": (
         lambda pool: bm.WorkerGroup([2], Fragile),
         bm.UsageError,
