@@ -152,6 +152,31 @@ def test_more_modules_are_imported_by_another_one_beside_its_workers(tmp_path):
     assert run(MORE_MODULES, "", tmp_path, BANDMASTER_PRELOAD="numpy")[1] == ["done"]
 
 
+BUSY = """
+import bandmaster.backends.zygote
+bandmaster.backends.zygote.ANSWER_S = 0.5
+pool = bm.ResourcePool([1])
+assert bm.WorkerGroup(pool, Echo).echo(1) == [1]
+open(os.environ["BUSY"], "w").close()
+assert bm.WorkerGroup(pool, Echo).echo(2) == [2]
+print("done", flush=True)
+"""
+
+
+def test_a_process_that_has_much_to_compute_is_not_taken_for_silent(tmp_path):
+    (tmp_path / "busy.py").write_text(
+        """if True:
+        import os, time
+        def compute():
+            began = time.process_time()
+            while os.path.exists(os.environ["BUSY"]) and time.process_time() - began < 1.5:
+                pass
+        os.register_at_fork(before=compute)
+        """
+    )
+    assert run(BUSY, "", tmp_path, BANDMASTER_PRELOAD="busy", BUSY=str(tmp_path / "file"))[1] == ["done"]
+
+
 def test_slow_imports_hold_nobody_up(tmp_path):
     def check(case):
         (folder := tmp_path / case).mkdir()

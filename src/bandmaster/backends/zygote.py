@@ -14,7 +14,8 @@ exits. When the zygote ends, the kernel kills the workers, and the controller ki
 those that have left the process groups of the workers: by then, they are no descendants of any of these processes.
 
 A zygote that imports answers nothing yet, and is waited for as long as a group's ``start_timeout`` says. Once it has
-answered, it has to go on answering: one that is silent for `ANSWER_S` is killed, and the next group starts another one.
+answered, it has to go on answering: one that is silent for `ANSWER_S`, and does not compute, is killed, and the next
+group starts another one.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ from bandmaster.platform.forks import n_forks
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.math_threads import THREAD_VARIABLES
-from bandmaster.platform.proc import children_of
+from bandmaster.platform.proc import children_of, stat
 from bandmaster.platform.processes import Ended, end_descendants
 
 ANSWER_S = 10.0  # for an answer that the zygote can give at once: its silence costs all its workers
+BUSY_S = 60.0  # the same as long as it computes, or waits for a processor
 STATUS_S = 1.0  # time for a worker to exit after it closed its lane
 POLL_S = 0.02  # how often a waiting thread looks at the time, and whether another thread has read its answer
 GUARD = "import os, sys; os.waitpid(os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ), 0)"
@@ -281,10 +283,17 @@ class Zygote:
             state = "has not answered yet" if self._has_answered else f"is still importing {', '.join(self.modules)}"
             raise NoAnswer(f"{self._who} {state}")
         self._silent_since = self._silent_since or now
-        if self._has_answered and now - self._silent_since >= takes_s + ANSWER_S:
-            self._why_ended = f"did not answer for {ANSWER_S:g} s and was killed"
+        silent_s = now - self._silent_since - takes_s
+        if self._has_answered and silent_s >= ANSWER_S and (silent_s >= BUSY_S or not self._is_busy):
+            self._why_ended = f"did not answer for {silent_s:.0f} s and was killed"
             self._kill()
             self.close()
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether it computes, or would if others left it a processor."""
+        found = stat(self.pid)
+        return found is not None and found.state == "R"
 
     @property
     def _who(self) -> str:
