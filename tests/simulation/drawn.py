@@ -45,6 +45,7 @@ class Kind(NamedTuple):
         circling: Share of the calls of workers whose ranks call the first group back.
         retrying: Share of requests that are sent again if their replica has died; it dies often.
         aiming: Share of requests that name their replica, or go to all of them.
+        limiting: Share of calls that have a limit of time themselves.
     """
 
     n_ranks: int
@@ -73,6 +74,7 @@ class Kind(NamedTuple):
     circling: float = 0.0
     retrying: float = 0.0
     aiming: float = 0.0
+    limiting: float = 0.0
 
     @classmethod
     def drawn(cls, seed: int) -> Kind:
@@ -103,6 +105,7 @@ class Kind(NamedTuple):
             turning=draw.choice([0.0, 0.0, 0.0, 0.2]),
             retrying=random.Random(f"retrying {seed}").choice([0.0, 0.5]) if faults > 0.7 else 0.0,
             aiming=random.Random(f"aiming {seed}").choice([0.0, 0.0, 0.4]),
+            limiting=random.Random(f"limiting {seed}").choice([0.0, 0.0, 0.3]),
         )
         if draw.random() < 0.85:
             if draw.random() < 0.85:
@@ -140,6 +143,7 @@ class Sent:
         retries: How often it may be sent again; its plans are one for each time.
         n_begun: How often it has begun, if it may be sent again.
         replica: The replica that it names; None if it names none.
+        limit: Its limit of time; None for no limit.
         returns_errors: Whether a map goes on after a request that has failed.
         is_cancelled: Whether it may have been cancelled.
         cancelled_at: When it was cancelled for certain.
@@ -164,6 +168,7 @@ class Sent:
         self.returns_errors = False
         self.retries = self.n_begun = 0
         self.replica: int | None = None
+        self.limit: float | None = None
         self.future: Any = None
         self.is_cancelled = False
         self.n_callbacks = self.n_expected = 0

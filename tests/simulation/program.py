@@ -274,6 +274,12 @@ class Program:
         except KeyboardInterrupt:
             sent.cancel_at(math.inf)
             raise
+        except bm.CallTimeout as late:
+            self.world.check(sent.limit is not None, "a limit that it has not", sent.token)
+            if sent.is_request:  # for which there was no place
+                sent.cancel_at(self.world.now)
+            else:
+                sent.future = late.future
         except bm.BandmasterError as error:
             self.judge(sent, error)
 
@@ -362,9 +368,15 @@ class Program:
 
     def _call(self, draw: random.Random) -> None:
         """Make a blocking call."""
-        sent = self.drawn_once_or_again(draw)
+        sent = self._drawn_with_limit(draw)
         self.calls.append(sent)
         self.call(sent)
+
+    def _drawn_with_limit(self, draw: random.Random) -> Sent:
+        sent = self.drawn_once_or_again(draw)
+        if self.kind.limiting and draw.random() < self.kind.limiting and self.turns is None:
+            sent.limit = draw.choice([0.0, 1e-4, 0.01, 0.1])
+        return sent
 
     def call(self, sent: Sent) -> None:
         """Make a blocking call."""
@@ -379,12 +391,14 @@ class Program:
             value = self.method_of(sent)(*args)
             self.judge(sent, value)
             self.check_lateness(sent, START)
+        if sent.future is not None:  # it has taken longer than it may, and goes on
+            return
         self.calls.remove(sent)
         if not sent.is_cancelled:
             del self.by_token[sent.token]  # and what it has returned
 
     def _submit(self, draw: random.Random) -> Sent:
-        sent = self.drawn_once_or_again(draw)
+        sent = self._drawn_with_limit(draw)
         self.calls.append(sent)
         self.submit_it(sent)
         return sent
@@ -416,6 +430,8 @@ class Program:
 
     def with_options(self, method: Any, sent: Sent) -> Any:
         """The method of a call with the options of the call."""
+        if sent.limit is not None:
+            method = method.options(timeout=sent.limit)
         if sent.retries:
             return method.options(retries=sent.retries, key=sent.token % 3 or None)
         if sent.replica is not None:
@@ -451,12 +467,16 @@ class Program:
             return
         if timeout is None:
             sent.waited_since = min(sent.waited_since, began)
-        was_released = sent.is_released
+        was_released, limit = sent.is_released, sent.limit if timeout is None else timeout
         try:
             value = future.result(timeout)
         except bm.CallTimeout:
-            self.world.check(timeout is not None, "a wait without a limit has ended by one", sent.token)
-            self.world.check(self.world.now - began >= (timeout or 0) - 1e-3, "a limit has come too early", sent.token)
+            self.world.check(limit is not None, "a wait without a limit has ended by one", sent.token)
+            took = self.world.now - began
+            self.world.check(took >= (limit or 0) - 1e-3, "a limit has come too early", sent.token, took)
+            self.world.check(self.is_cut or took < (limit or 0) + LATE_S, "a limit is late", sent.token, took, limit)
+            if timeout is None and sent.is_request:
+                sent.cancel_at(self.world.now)
             return
         except bm.BandmasterError as error:
             self.judge(sent, error)
@@ -609,7 +629,7 @@ class Program:
             self.world.check(not is_late or is_meant, "a callback does not come", sent.token)
         for sent in self.calls:
             if sent.future is not None:
-                self.wait(sent, None)
+                self.wait(sent, None if sent.limit is None else 1e6)
         # Callbacks run in a thread of their own, if no other has found the call done.
         waiting = [sent for sent in self.calls if sent.n_callbacks < sent.n_expected]
         deadline = self.world.now + LATE_S

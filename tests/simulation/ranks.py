@@ -404,7 +404,9 @@ class Rank:
             try:
                 raise value
             except BaseException as error:
-                return self._executor.failure(error)
+                failure = self._executor.failure(error)
+                error.__traceback__ = None  # whose frames refer to those of the thread that has come here
+                return failure
         return self._executor.encoded(value, running.reply)
 
     def _look_at_the_fence(self, number: int, look_s: float) -> None:
