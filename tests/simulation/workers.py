@@ -119,7 +119,7 @@ class Worker:
         else:
             world.check(not beside, "a call that runs alone does not", self, token, list(self.running))
             for other in self.group.ranks.values():
-                is_at_it = self.failed is not None and self.failed in other.running and other.is_alive
+                is_at_it = self.failed in other.running and other.is_alive
                 world.check(program.is_cut or not is_at_it, "a rank passes the fence of a call that another runs", self)
         self.running[token] = world.now
 
@@ -134,7 +134,8 @@ class Worker:
             self.end("killed by SIGKILL")
             raise ThreadEnds
         if plan.how == "raise":
-            self.failed = token
+            sent = self.world.program.by_token.get(token)  # type: ignore[attr-defined]
+            self.failed = None if sent is None or sent.is_request else token  # requests have no fence
             self.world.failed_at.setdefault(token, self.world.now)  # type: ignore[attr-defined]
 
     def interrupt(self, number: int) -> None:
