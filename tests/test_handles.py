@@ -764,6 +764,18 @@ def test_a_thread_that_waits_for_a_call_which_was_not_sent_is_told_that_another_
 
 
 @without_waiting
+def test_calls_by_name_begin_behind_one_that_was_not_sent_though_the_one_between_them_is_cancelled(two, three, gate):
+    seen = three.who.submit(two.make_when.submit(np.arange(7), str(gate)))
+    between = three.log.submit("between")
+    threading.Timer(0.1, between.cancel).start()
+    threading.Timer(1.5, gate.touch).start()
+    by_name = three.execute_all_async("log", "by name")
+    assert gate.exists()
+    assert [one.result(20.0)[-1] for one in by_name] == ["by name"] * 3
+    seen.result(20.0)
+
+
+@without_waiting
 def test_a_late_call_names_those_it_waits_for(two, three, gate):
     rows = two.make_when.submit(np.arange(7), str(gate))
     seen = three.who.submit(rows[:3])

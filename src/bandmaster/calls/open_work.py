@@ -240,8 +240,10 @@ class OpenWork:
         """Wait until all submitted calls are sent, or never will be. Raises `CallTimeout` if one took too long."""
         with _LOCK:
             waiting = list(self.waiting)
-        if waiting and not self.wait_up_to(waiting[-1], deadline):
-            raise CallTimeout(waiting[0].site.method, (), deadline.timeout_s or 0.0)
+        for call in waiting:
+            if not call.wait_until_sent(deadline, call):
+                raise CallTimeout(call.site.method, (), deadline.timeout_s or 0.0)
+            self.advance()
 
     def give_up(self) -> None:
         """End all waiting calls without sending them, as their workers were stopped or one of them is replaced."""
