@@ -459,6 +459,20 @@ def test_a_request_behind_a_call_that_was_cancelled_does_not_wait_for_what_that_
     assert own[1].do(calls, tmp_path, DEADLINE) == [((False, True), True)]
 
 
+@pytest.mark.backends("local", "ray")
+def test_a_wait_for_a_call_that_is_behind_many_is_as_short(own, tmp_path):
+    def calls(rollout, folder):
+        import threading
+
+        rollout.load_slowly.submit(folder)
+        for version in range(10):
+            made = [rollout.chat("a") for _ in range(4)] + [rollout.load.submit(version)]
+        threading.Timer(1.5, (folder / "gate").touch).start()  # calls are looked at after a second
+        return made[-1].result()
+
+    assert own[1].do.options(timeout=DEADLINE)(calls, tmp_path) == [[(0, 0), (1, 0)]]
+
+
 def test_requests_of_workers_begin_behind_a_failed_call_that_nobody_waits_for(agents, rollout):
     failed = rollout.fail_on.submit(0)
     assert agents.await_.submit(chat_with_rank_0).result(DEADLINE) == [(0, "aa")] * 2
@@ -1053,6 +1067,13 @@ class Partner(bm.Worker):
         return word
 
     @register(Dispatch.ONE_TO_ALL)
+    def ask_behind(self, other, folder, way):
+        """Ask behind a call of all ranks."""
+        self.meet(folder)
+        other.answer_all.submit("a")
+        return getattr(other, way)("b").result()
+
+    @register(Dispatch.ONE_TO_ALL)
     def ask_second(self, other, folder):
         self.meet(folder)
         return other.answer_late.options(replica=1)("b").result()
@@ -1072,6 +1093,7 @@ class Partner(bm.Worker):
         ("ask", ("answer_alone", "answer_alone")),
         ("ask", ("answer_items", "answer_items")),
         ("ask_in_two_threads", ("answer", "answer")),
+        ("ask_behind", ("answer", "answer")),
     ],
 )
 def test_two_calls_that_wait_for_each_other_are_found(backend, tmp_path, method, ways):

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import threading
 import time
@@ -110,7 +109,7 @@ class OpenChains:
 
 
 class Waiting:
-    """A block that waits for a call, which is looked at meanwhile, and so are those that it is behind.
+    """A block that waits for a call, which is looked at meanwhile, and so are the calls of all ranks that it is behind.
 
     Attributes:
         wait: What the controller is told of the call.
@@ -122,19 +121,20 @@ class Waiting:
     def __init__(self, chains: OpenChains, wait: Wait, request: Request) -> None:
         self._chains, self.wait, self.request = chains, wait, request
         self.since, self.is_over = time.monotonic(), False
-        self._before = contextlib.ExitStack()
+        self._before: list[Waiting] = []
 
     def __enter__(self) -> None:
         self._chains.begin(self)
-        with contextlib.ExitStack() as before:
-            for future in self.request.parents:  # they are waited for step by step, and looked at as a whole
-                before.enter_context(future._call.waiting(future._call))
-            self._before = before.pop_all()
+        if not self.wait.ranks:  # else it waits for all ranks itself, as those before it do
+            before = [future._call.waiting(future._call) for future in self.request.parents]
+            self._before = [one for one in before if isinstance(one, Waiting)]
+        for one in self._before:  # they are waited for step by step, and looked at as a whole
+            self._chains.begin(one)
 
     def __exit__(self, *_: object) -> None:
-        self.is_over = True
-        self._chains.end(self)
-        self._before.close()
+        for one in (self, *self._before):
+            one.is_over = True
+            self._chains.end(one)
 
 
 class Circles:
