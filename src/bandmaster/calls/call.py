@@ -299,14 +299,23 @@ class Call(RowsResult):
         Args:
             timeout_s: Seconds to wait; None sets no limit.
             is_for_all: Whether to read until every rank has replied or has ended, even if the call is done before.
+
+        Raises:
+            UsageError: This thread is about to send it, further up its stack.
         """
         if self.done is not None and not is_for_all:
             return True
         timeout_s = None if timeout_s is None or timeout_s > threading.TIMEOUT_MAX else max(0.0, timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if self.request is not None:
-            was_sent = self._work.wait_up_to(self, Deadline(timeout_s))
-            if not was_sent or self.request is not None:  # then this thread is about to send it, further up its stack
+            if not self._work.wait_up_to(self, Deadline(timeout_s)):
+                return self.done is not None
+            if self.request is not None:  # this thread is about to send it, further up its stack
+                if self.done is None and timeout_s != 0.0:
+                    raise UsageError(
+                        f"{self.site.method} cannot be waited for here: this thread sends it once the method or signal "
+                        "handler that runs now has returned; wait for it after that"
+                    )
                 return self.done is not None
             timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         check_not_held(self.lock)
