@@ -4,6 +4,7 @@ import builtins
 import pickle
 import re
 import sys
+import threading
 
 import pytest
 
@@ -182,6 +183,13 @@ class Unloadable(Exception):
         return Demanding, ("one",)
 
 
+class Reduced(Exception):
+    """Has a way of its own to be pickled."""
+
+    def __reduce_ex__(self, protocol):
+        return Reduced, ("without its lock",)
+
+
 class Sealed(Exception):
     """Cannot be pickled."""
 
@@ -228,10 +236,11 @@ def test_an_exception_of_a_local_class_travels_with_its_attributes():
 
 def test_an_exception_whose_constructor_takes_other_arguments_travels():
     several = ValueError(Demanding(7, "no"), Demanding(8, "nor this"))
-    failures = [Failure.of(raised(error)) for error in (Demanding(7, "no"), several)]
-    one, inner = (failure.exception for failure in pickle.loads(pickle.dumps(failures)))
+    failures = [Failure.of(raised(error)) for error in (Demanding(7, "no"), several, Reduced(threading.Lock()))]
+    one, inner, reduced = (failure.exception for failure in pickle.loads(pickle.dumps(failures)))
 
     assert (type(one), str(one), one.code) == (Demanding, "7: no", 7)
+    assert str(reduced) == "without its lock"
     assert [error.code for error in inner.args] == [7, 8]
 
 

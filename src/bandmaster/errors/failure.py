@@ -219,7 +219,8 @@ def reraise_if_from_signal(error: BaseException) -> None:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     def reducer_override(self, obj: Any) -> Any:
         cls: Any = type(obj)
-        if cls.__reduce__ is BaseException.__reduce__ and cls not in copyreg.dispatch_table:
+        own = cls.__reduce__, cls.__reduce_ex__
+        if own == (BaseException.__reduce__, BaseException.__reduce_ex__) and cls not in copyreg.dispatch_table:
             return _remade, (cls, obj.args), vars(obj) or None
         return super().reducer_override(obj)
 
