@@ -1061,6 +1061,19 @@ class Partner(bm.Worker):
     def ask_on_rank_0(self, other, seconds):
         return other.answer_after(seconds).result() if self.rank == 0 else None
 
+    @register(Dispatch.ONE_TO_ALL)
+    def have(self, other, method, *args):
+        getattr(other, method)(*args)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def leave(self, other):
+        """Make a call that others wait for later."""
+        self.left = other.answer_all.submit("a")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def ask_behind_what_was_left(self, other):
+        return other.answer("b").result(), self.left.result()
+
     @register(Dispatch.REQUEST, concurrency=4)
     async def answer_late(self, word):
         await asyncio.sleep(3.5)
@@ -1118,6 +1131,18 @@ def test_a_call_that_waits_for_another_replica_is_in_no_circle(backend, tmp_path
         first = sharded.ask_alone.options(replica=0)(single, tmp_path)  # waits until the second has ended
         second = single.ask_second.submit(sharded, tmp_path)
         assert (second.result(DEADLINE), first.result(DEADLINE)) == (["b"], "a")
+
+
+@pytest.mark.backends("local")
+def test_a_call_that_has_ended_waits_for_none_that_it_has_left(backend):
+    with contextlib.ExitStack() as stack:
+        pools = [stack.enter_context(bm.ResourcePool([1], backend=backend)) for _ in range(3)]
+        first, middle, last = (bm.WorkerGroup(pool, Partner, name=f"group {n}") for n, pool in enumerate(pools))
+        before = last.answer_after(1.0)
+        asking = last.ask_on_rank_0.submit(first, 4.5)
+        first.have(middle, "leave", last)  # behind that; and `have`, which has called `leave`, ends
+        assert middle.ask_behind_what_was_left(last) == [("b", ["a"])]
+        assert (before.result(DEADLINE), asking.result(DEADLINE)) == ("a", ["a"])
 
 
 @pytest.mark.backends("local")

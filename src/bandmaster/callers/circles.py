@@ -20,7 +20,7 @@ from bandmaster.calls.future import Future
 from bandmaster.calls.progress import progress
 from bandmaster.contract import Workers
 from bandmaster.errors import BandmasterError, UsageError
-from bandmaster.worker_process.call_path import Process, Step
+from bandmaster.worker_process.call_path import Process, Step, path_of_this_call
 
 if TYPE_CHECKING:
     from bandmaster.requests.request import Request
@@ -119,6 +119,8 @@ class Waiting:
     """
 
     def __init__(self, chains: OpenChains, wait: Wait, request: Request) -> None:
+        if path := path_of_this_call():  # it may have been made by a call that has ended
+            wait = wait._replace(alone=[step for step in path if step.is_alone])
         self._chains, self.wait, self.request = chains, wait, request
         self.since, self.is_over = time.monotonic(), False
         self._before: list[Waiting] = []
