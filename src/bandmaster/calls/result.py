@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -298,11 +297,9 @@ def wait_for_all(futures: Sequence[Any], deadline: Deadline, *needed_by: Result)
 def wait_for_step(wait: Callable[[float | None], bool], deadline: Deadline, *needed_by: Result) -> bool:
     """Wait for a step before some calls; see `wait_for_all`. ``wait`` gets seconds, and returns whether it is made."""
     while not any(result.done is not None for result in needed_by):
-        began, most_s = time.monotonic(), deadline.left(LOOK_AROUND_S)
-        if wait(most_s):
+        if wait(deadline.left(LOOK_AROUND_S)):
             return True
-        is_there = most_s == LOOK_AROUND_S and time.monotonic() - began < LOOK_AROUND_S / 2  # further up its stack
-        if deadline.left() == 0.0 or is_there:
+        if deadline.left() == 0.0:
             return False
     return True
 
