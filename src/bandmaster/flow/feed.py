@@ -30,7 +30,7 @@ from bandmaster.calls.result import Done, Result, awaited, wait_for_all, wait_fo
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.contract import CLOSE_STREAM, METHOD, NEXT, OPEN_STREAM, STREAM
-from bandmaster.errors import CallCancelled, CallTimeout, UsageError
+from bandmaster.errors import CallCancelled, CallTimeout, ResourceError, UsageError
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, of_one_rank, shares
 from bandmaster.plan.rows import RealRows
 from bandmaster.plan.transfer import Only
@@ -302,7 +302,10 @@ class Feed(Result):
         finally:
             self.work.advance()
             if self._callbacks:
-                progress.add(Once(self.workers, self.tell))  # there, as `advance` may have come here with its lock
+                try:
+                    progress.add(Once(self.workers, self.tell))  # there, as `advance` may have come here with its lock
+                except ResourceError:
+                    self.tell()
 
     def cancel(self) -> bool:
         """Stop it with `CallCancelled`. Returns whether it was not done."""
