@@ -775,23 +775,21 @@ def test_calls_by_name_begin_behind_one_that_was_not_sent_though_the_one_between
     seen.result(20.0)
 
 
-ASKED_FOR = []  # a future that the next call waits for
-
-
 class Asking(bm.Worker):
     @register(Dispatch.DP_PROTO)
     def take(self, rows):
-        return ASKED_FOR.pop().result() if ASKED_FOR else rows
+        return sys.asked_for.pop().result() if sys.asked_for else rows  # there, as the class may be sent by value
 
 
 @pytest.mark.backends("local")
 @pytest.mark.parametrize("timeout", [None, 20.0])
-def test_a_method_in_process_that_waits_for_what_its_own_thread_sends_next_is_told_so(two, gate, timeout):
+def test_a_method_in_process_that_waits_for_what_its_own_thread_sends_next_is_told_so(two, gate, timeout, monkeypatch):
+    monkeypatch.setattr(sys, "asked_for", [], raising=False)
     rows = two.make_when.submit(np.arange(7), str(gate))
     with bm.ResourcePool([1], backend="inprocess") as pool:
         asking = bm.WorkerGroup(pool, Asking).take.options(timeout=timeout)
         first, second = asking.submit(rows), asking.submit(rows)
-        ASKED_FOR.append(second.select("id"))
+        sys.asked_for.append(second.select("id"))
         gate.touch()
         with pytest.raises(bm.RemoteError, match="take cannot be waited for here: this thread sends it once"):
             first.result()

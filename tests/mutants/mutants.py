@@ -709,8 +709,8 @@ MUTANTS = [
     Mutant(
         "in-circle-for-good",
         "callers/circles.py",
-        "        self.is_over = True\n        self._chains.end(self)\n",
-        "        pass\n",
+        "            one.is_over = True\n            self._chains.end(one)\n",
+        "            pass\n",
         "A call that is not waited for any more still counts as one that is, in the search for circles.",
     ),
     Mutant(
