@@ -519,6 +519,7 @@ class Program:
             world.check(died, "a worker is said to have died", sent.token, outcome)
             n_died = sum(not rank.is_alive for rank in self.world.zygote.ranks.values())  # type: ignore[attr-defined]
             is_over = self.is_renewed or sent.method != "repeat" or n_died > min(sent.retries, self.kind.n_ranks - 1)
+            is_over |= "ended by the controller" in str(outcome)  # others are, too, but may not have died yet
             is_over |= self.kind.circling > 0  # the other replicas may wait for it
             world.check(is_over, "a request is not sent again", sent.token, n_died, outcome)
         elif isinstance(outcome, bm.RemoteError) and NOT_CONSTRUCTED in str(outcome.__cause__):
