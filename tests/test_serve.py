@@ -16,12 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from by_value import sent_by_value
+from ctrl_c import pressed_when
 from ends import until
 from later import Later
 
 import bandmaster as bm
 from bandmaster import Dispatch, register, rl
 from bandmaster.serve import Endpoint, Options, Turn, app, rows
+from bandmaster.serve.endpoint import _server
 from bandmaster.serve.episodes import Recorder, episodes_of
 from bandmaster.serve.fields import chat_of, completion_of
 from bandmaster.serve.responses import Form
@@ -1119,6 +1121,20 @@ def test_ctrl_c_as_an_endpoint_waits_for_its_engines_ends_it(backend):
         Endpoint(Busy(), port=port)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
+
+
+@pytest.mark.backends("inprocess")
+def test_ctrl_c_as_an_endpoint_begins_to_listen_leaves_its_port_free(engine):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for place in (_server.__code__, threading.Event.wait.__code__):
+        with (
+            pytest.raises(KeyboardInterrupt) as kept,  # with its traceback, as a notebook keeps it
+            pressed_when(lambda frame, kind, _, place=place: kind == "return" and frame.f_code is place),
+        ):
+            Endpoint(engine, port=port)
+        Endpoint(engine, port=port).close()
+        assert kept.value
 
 
 class Agent(bm.Worker):

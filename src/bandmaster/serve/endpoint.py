@@ -61,12 +61,9 @@ class Endpoint:
         self.options = Options(**options)
         check_host(host, self.options)
         self._service = Service(group, self.options)
-        self._server, listening = _server(self._service, host, port)
-        address = listening.getsockname()
-        name = f"[{address[0]}]" if ":" in address[0] else address[0]
-        self.url = f"http://{name}:{address[1]}/v1"
+        self._server = _server(self._service)
         self._thread = threading.Thread(
-            target=_serve, args=(self._server, listening), name=f"bandmaster endpoint {address[1]}", daemon=True
+            target=_serve, args=(self._server, host, port), name="bandmaster endpoint", daemon=True
         )
         self._close = weakref.finalize(self, _close, self._server, self._thread)  # also at exit
         atexit.register(self._close)
@@ -76,10 +73,13 @@ class Endpoint:
                 pass
             if self._server.error is not None:
                 raise self._server.error
+            address = self._server.address
+            name = f"[{address[0]}]" if ":" in address[0] else address[0]
+            self.url = f"http://{name}:{address[1]}/v1"
+            self.model = self._service.model
         except BaseException:  # such as Ctrl-C
             self.close()
             raise
-        self.model = self._service.model
 
     def take(self, session: str | None = None) -> list[Episode]:
         """Take what was recorded of a session, which the endpoint then forgets.
@@ -135,6 +135,7 @@ class _Server(uvicorn.Server):
         self.service = service
         self.has_begun = threading.Event()
         self.error: BaseException | None = None
+        self.address: Any = None  # that of the socket that it listens on
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -145,8 +146,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _server(service: Service, host: str, port: int) -> tuple[_Server, socket.socket]:
-    listening = listen(host, port)
+def _server(service: Service) -> _Server:
     connections = Connections(service.options.stall_timeout)
     config = uvicorn.Config(
         connections.watched(application(service)),
@@ -159,7 +159,7 @@ def _server(service: Service, host: str, port: int) -> tuple[_Server, socket.soc
         server_header=False,
         timeout_graceful_shutdown=GRACE_S + 5,  # by then, the service has given up what was open
     )
-    return _Server(config, service), listening
+    return _Server(config, service)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -178,16 +178,18 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _serve(server: _Server, listening: socket.socket) -> None:
-    """The thread of a server."""
+def _serve(server: _Server, host: str, port: int) -> None:
+    """The thread of a server, which has the socket from its beginning: no Ctrl-C comes here."""
 
     async def main() -> None:
-        starting = asyncio.ensure_future(server.service.start())
-        while not starting.done() and not server.should_exit:
-            await asyncio.wait({starting}, timeout=POLL_S)
-        if starting.done():
-            await starting
-            await server.serve(sockets=[listening])
+        with listen(host, port) as listening:
+            server.address = listening.getsockname()
+            starting = asyncio.ensure_future(server.service.start())
+            while not starting.done() and not server.should_exit:
+                await asyncio.wait({starting}, timeout=POLL_S)
+            if starting.done():
+                await starting
+                await server.serve(sockets=[listening])
 
     loop: asyncio.AbstractEventLoop = (server.config.get_loop_factory() or asyncio.new_event_loop)()
     try:
@@ -198,7 +200,6 @@ def _serve(server: _Server, listening: socket.socket) -> None:
             logger.exception("the endpoint has failed")
     finally:
         _end(loop)
-        listening.close()
         server.has_begun.set()
 
 
