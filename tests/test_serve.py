@@ -1104,6 +1104,23 @@ def test_close_ends_open_requests_and_is_not_repeated(engine, monkeypatch):
 
 
 @pytest.mark.backends("inprocess")
+def test_close_after_ctrl_c_in_close_waits_for_open_requests(engine, monkeypatch):
+    monkeypatch.setattr("bandmaster.serve.endpoint.GRACE_S", 1)
+    before = given_up(engine)
+    engine.pause.all("keep").result()
+    try:
+        endpoint = Endpoint(engine, api_key=KEY)
+        with raw(endpoint, post(BODY)):
+            until(lambda: "bandmaster_open_requests 1.0" in get(endpoint, "/metrics")[1])
+            with interrupted_when(lambda frame, kind, _: kind == "call" and frame.f_code.co_name == "join"):
+                endpoint.close()
+            endpoint.close()
+            assert "closed" in repr(endpoint) and given_up(engine) == before + 1
+    finally:
+        engine.resume.all().result()
+
+
+@pytest.mark.backends("inprocess")
 def test_ctrl_c_as_an_endpoint_waits_for_its_engines_ends_it(backend):
     class Busy:
         """A group whose engines do not answer."""

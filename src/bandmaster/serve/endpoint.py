@@ -114,7 +114,8 @@ class Endpoint:
 
     def close(self) -> None:
         """End the server. Open requests have a few seconds to end; then they are given up in the engines."""
-        self._close()
+        _close(self._server, self._thread)  # again if Ctrl-C has come in it
+        self._close.detach()
         atexit.unregister(self._close)
 
     def __enter__(self) -> Endpoint:
