@@ -1103,6 +1103,30 @@ def test_close_ends_open_requests_and_is_not_repeated(engine, monkeypatch):
         engine.resume.all().result()
 
 
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.backends("inprocess")
+def test_close_ends_the_connection_of_a_client_that_takes_no_answer(backend, modules, monkeypatch, caplog, is_stream):
+    class Verbose(sys.modules["byte_engine"].ByteEngine):
+        async def _parts(self, prompt, sampling, number):
+            for reason in (None, "stop"):
+                yield rl.Answer([65], [0.0], [0], reason, "a" * 6_000_000)
+
+    monkeypatch.setattr("bandmaster.serve.endpoint.GRACE_S", 0)
+    monkeypatch.setattr("bandmaster.serve.endpoint.LAST_S", 0.2)
+    with bm.ResourcePool([1], backend=backend) as pool:
+        engine = bm.WorkerGroup(pool, Verbose)
+        with socket.socket() as connection:
+            with Endpoint(engine, api_key=KEY) as endpoint:
+                connection.settimeout(5)
+                connection.connect(address(endpoint))
+                body = {"model": "bytes", "prompt": [65], "stream": is_stream}
+                connection.sendall(post(body, path="/v1/completions"))
+                assert connection.recv(1) == b"H"
+            while not closed(connection):
+                pass
+    assert not any(record.exc_info for record in caplog.records)
+
+
 @pytest.mark.backends("inprocess")
 def test_close_after_ctrl_c_in_close_waits_for_open_requests(engine, monkeypatch):
     monkeypatch.setattr("bandmaster.serve.endpoint.GRACE_S", 1)

@@ -23,6 +23,7 @@ from bandmaster.serve.service import Service
 
 logger = logging.getLogger(__name__)
 GRACE_S = 5  # seconds that open requests have to end when the endpoint is closed
+LAST_S = 4  # seconds that clients then have to take what was written to them
 POLL_S = 0.1  # seconds after which a server sees that it is to end, as in uvicorn
 BACKLOG = 2048
 
@@ -131,9 +132,9 @@ class Endpoint:
 class _Server(uvicorn.Server):
     """uvicorn's server, which tells when it has begun, or why it has not."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, connections: Connections) -> None:
         super().__init__(config)
-        self.service = service
+        self.service, self._connections = service, connections
         self.has_begun = threading.Event()
         self.error: BaseException | None = None
         self.address: Any = None  # that of the socket that it listens on
@@ -143,7 +144,9 @@ class _Server(uvicorn.Server):
         self.has_begun.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().call_later(GRACE_S, self.service.give_up)
+        loop = asyncio.get_running_loop()
+        loop.call_later(GRACE_S, self.service.give_up)
+        loop.call_later(GRACE_S + LAST_S, self._connections.abort)
         await super().shutdown(sockets)
 
 
@@ -158,9 +161,9 @@ def _server(service: Service) -> _Server:
         access_log=False,
         proxy_headers=False,  # which would change the addresses by which connections are known
         server_header=False,
-        timeout_graceful_shutdown=GRACE_S + 5,  # by then, the service has given up what was open
+        timeout_graceful_shutdown=GRACE_S + LAST_S + 1,  # by then, all requests and connections have ended
     )
-    return _Server(config, service)
+    return _Server(config, service, connections)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -215,6 +215,11 @@ class Connections:
 
         return outer
 
+    def abort(self) -> None:
+        """Close all connections at once."""
+        for transport in list(self._open.values()):
+            transport.abort()
+
     def _may_send(self, transport: asyncio.Transport, n_bytes: int) -> bool:
         """Count bytes that come before a request has begun; too many of them close the connection."""
         client = _client(transport)
