@@ -114,6 +114,14 @@ def test_a_module_that_starts_a_thread_is_imported_by_each_worker(make_pool, mak
     assert "threaded_module starts thread 'poller'" in caplog.text
 
 
+@pytest.mark.backends("local")
+def test_workers_have_a_long_path(make_pool, make_group, make_module, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, *(f"/runfiles/{n:090}" for n in range(2000))])  # as Bazel makes it
+    make_module("starts_a_thread", "from threading import *\nThread(target=Event().wait, daemon=True).start()")
+    group = make_group(make_pool([1], preload=["starts_a_thread"]), Looks)  # for which the zygote begins anew
+    assert group.attribute("sys", "path") == [sys.path]
+
+
 @pytest.mark.parametrize("preload", ["torch", [1], ["no module"], ["a..b"], 3])
 def test_preload_takes_a_list_of_names(preload):
     with pytest.raises(bm.UsageError, match=r"preload must .* got"):

@@ -304,16 +304,17 @@ def _start(
     control: socket.socket, modules: Sequence[str], variables: Mapping[str, str], has_guard: bool
 ) -> subprocess.Popen[bytes]:
     source = str(Path(__file__).parents[2])
-    paths = [path for path in sys.path if path and isinstance(path, str)]  # Python ignores others, such as a Path
-    program = (
-        f"import sys; sys.path[:] = {[source, *paths]!r}; from bandmaster.backends.zygote_process import main; main()"
+    paths = [source, *(path for path in sys.path if path and isinstance(path, str))]  # Python ignores others
+    program = (  # each path is an argument, as Linux has a limit of 128 KiB for one
+        f"import sys; sys.path[:] = sys.argv[1:{len(paths) + 1}]; del sys.argv[1:{len(paths) + 1}]; "
+        "from bandmaster.backends.zygote_process import main; main()"
     )
     guard = [sys.executable, "-ISc", GUARD] if has_guard else []
     single = dict.fromkeys(THREAD_VARIABLES, "1")  # workers set the number of threads that they are told
     by_env = [f"-W{option}" for option in os.environ.get("PYTHONWARNINGS", "").split(",")]  # inherited
     flags = [flag for flag in subprocess._args_from_interpreter_flags() if flag not in by_env]  # type: ignore[attr-defined]
     return subprocess.Popen(
-        [*guard, sys.executable, *flags, "-c", program, str(control.fileno()), "", *modules],
+        [*guard, sys.executable, *flags, "-c", program, *paths, str(control.fileno()), "", *modules],
         stdin=subprocess.DEVNULL,
         pass_fds=[control.fileno()],
         env={**os.environ, **variables, **single},
