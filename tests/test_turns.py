@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
+from bandmaster.turns.turns import waits
 
 DEADLINE_S = 30
 
@@ -207,6 +208,25 @@ def test_constructing_a_group_with_hooks_is_a_turn(make_pool, tmp_path):
     with critic.turn(), pytest.raises(bm.UsageError, match=f"this thread has the turn of group '{critic.name}'"):
         bm.WorkerGroup(pool, Model)
     assert "yielded" in repr(actor)
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_groups_with_hooks_that_threads_construct_at_the_same_time_wait_for_each_other(make_pool, tmp_path):
+    class Slow(Model):
+        def __init__(self, gate):
+            super().__init__()
+            self.wait_for(gate)
+
+    pool, gate = make_pool([1]), tmp_path / "gate"
+    with ThreadPoolExecutor(3) as threads:
+        made = [threads.submit(bm.WorkerGroup, pool, Slow, str(gate)) for _ in range(3)]
+        try:
+            until(lambda: len(waits()) == 2)  # the rival of either is not constructed yet
+        finally:
+            gate.touch()
+        for group in [one.result(DEADLINE_S) for one in made]:
+            with group.turn():
+                assert group.run([1]) == [2]
 
 
 @pytest.mark.backends("inprocess")

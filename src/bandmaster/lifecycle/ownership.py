@@ -52,6 +52,11 @@ class Ownership:
         """Whether the workers and slots are not released yet."""
         return self._end.alive
 
+    @property
+    def constructed(self) -> Workers | None:
+        """The workers that can be called; None before they are constructed for the first time, and once released."""
+        return self._workers if self.is_open else None
+
     def when_closed(self, step: Callable[[], object]) -> None:
         """Call a function, such as one that releases the group's slots, when the workers were stopped for good."""
         self._when_closed.append(step)

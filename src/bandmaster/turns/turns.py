@@ -441,11 +441,9 @@ class TurnTaker(Gate):
 
     @property
     def _is_gone(self) -> bool:
-        """Whether the group is closed or all its workers have died."""
-        if not self.ownership.is_open:
-            return True
-        workers = self.ownership.workers()
-        return len(workers.deaths) == len(workers.records)
+        """Whether it has no living workers: it is closed or not constructed yet, or all have died."""
+        workers = self.ownership.constructed
+        return workers is None or len(workers.deaths) == len(workers.records)
 
     @contextlib.contextmanager
     def _moving(self, deadline: Deadline) -> Iterator[None]:
