@@ -14,12 +14,13 @@ from functools import partial
 from inspect import CO_GENERATOR
 
 import pytest
-from ctrl_c import pressed, pressed_when
+from ctrl_c import done_when, pressed, pressed_when
 from ends import runs, until
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.backends import inprocess, local, machine, register_backend
+from bandmaster.lifecycle.ownership import add_group
 from bandmaster.pool.lease import Lease
 
 N_GPUS, N_THREADS, N_ROUNDS = 4, 8, 20
@@ -192,6 +193,22 @@ def test_workers_that_another_thread_constructs_end_with_their_pool(zygote, gate
                 making.result(TIMEOUT_S)
         finally:
             gate.touch()
+
+
+@pytest.mark.parametrize("step", [add_group, bm.ResourcePool.reserve])
+def test_a_group_that_is_replaced_by_name_as_it_is_constructed_keeps_no_slot(step):
+    def is_now(frame, kind, what):
+        return kind == "return" and frame.f_code is step.__code__
+
+    def replace():
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(bm.WorkerGroup, other, Holder, name="same").result(TIMEOUT_S).close()
+
+    with bm.ResourcePool([1], backend="inprocess", max_colocate_count=1) as pool:
+        other = bm.ResourcePool([1], backend="inprocess")
+        with pytest.raises(bm.ClosedError, match="a new group of that name replaced it"), done_when(is_now, replace):
+            bm.WorkerGroup(pool, Holder, name="same")
+        assert bm.WorkerGroup(pool, Holder).where() == ["cpu"]
 
 
 def test_groups_of_one_name_give_back_a_place_each():

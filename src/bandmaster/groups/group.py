@@ -122,7 +122,7 @@ class GroupOf(AnyGroup, Generic[W]):
         check_names(cls, registered, dir(GroupOf))
         prefix = pool.name_prefix if name_prefix is None else name_prefix
         own_meshes = checked_mesh(mesh, pool.world_size, pool), checked_meshes(meshes, pool.world_size, pool)
-        self._constructor = encode_constructor(cls, args, kwargs)
+        self._constructor, self._pool = encode_constructor(cls, args, kwargs), pool
         is_default = name is None and name_prefix is None
         self._ownership = Ownership(self, name or f"{prefix}{cls.__name__}")
         add_group(self, self._ownership.name, is_default)
@@ -156,12 +156,13 @@ class GroupOf(AnyGroup, Generic[W]):
                 watch.begin(self._ownership, self._submitter.work, self)
         except BaseException:
             self._ownership.close()
+            self._ownership.tell_of_end()  # perhaps another thread had closed it before it got its slots
             raise
 
     def _set_up(self, cls: type[Worker], pool: ResourcePool, mesh: Mesh, meshes: Mapping[str, Mesh]) -> None:
         """Set the attributes that do not depend on the workers. The group has its name already."""
         name = self._name
-        self._cls, self._pool, self._mesh, self._meshes = cls, pool, mesh, meshes
+        self._cls, self._mesh, self._meshes = cls, mesh, meshes
         self._methods = specs_of(cls, registrations(cls), mesh, meshes)
         self._changing = threading.RLock()  # one restart or replacement at a time
         self._watches: list[DeathWatch] = []
@@ -287,6 +288,8 @@ class GroupOf(AnyGroup, Generic[W]):
     def close(self) -> None:
         """End the workers and release their slots. Pending calls fail with `WorkerDied`. Closing twice does nothing."""
         self._ownership.close()
+        if "_submitter" not in self.__dict__:  # another thread has only begun to construct it, and finds it closed
+            return
         self._end_watches()
         self._submitter.work.begin_anew()
         self._submitter.gate.is_closed()

@@ -128,14 +128,14 @@ class Ownership:
     def _release(self) -> None:
         try:
             self._stop()
-            self._tell_of_end()
+            self.tell_of_end()
         except UsageError:
             raise  # it was refused, and nothing was done
         except BaseException:  # Ctrl-C: each step may be taken again
             try:
                 self._stop()
             finally:
-                self._tell_of_end()
+                self.tell_of_end()
             raise
 
     def _end_in_fork(self) -> None:
@@ -148,7 +148,8 @@ class Ownership:
             workers.stop(self.why_stopped)
             self._started = self._workers = None
 
-    def _tell_of_end(self) -> None:
+    def tell_of_end(self) -> None:
+        """Take the steps that `when_closed` was given; each may be taken again."""
         for step in self._when_closed:
             step()
 
