@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -570,6 +571,27 @@ def test_a_group_that_another_thread_closes_as_a_rank_is_replaced_leaves_no_work
     ):
         group.replace(0)
     wait_until_gone(started() - before)
+
+
+class SlowWhenReplaced(bm.Worker):
+    def __init__(self, folder):
+        if (folder / "is replaced").exists():
+            (folder / "began").touch()
+            time.sleep(DEADLINE)
+
+    def on_replace(self, rank, state): ...
+
+
+@pytest.mark.backends("local")
+def test_a_group_that_another_thread_closes_as_a_rank_is_constructed_again_is_closed(make_group, tmp_path):
+    group = make_group(1, SlowWhenReplaced, tmp_path)
+    (tmp_path / "is replaced").touch()
+    with ThreadPoolExecutor(1) as threads:
+        replacing = threads.submit(group.replace, 0)
+        until((tmp_path / "began").exists)
+        group.close()
+        with pytest.raises(bm.ClosedError, match="was closed"):
+            replacing.result(DEADLINE)
 
 
 class Sees(bm.Worker):

@@ -250,7 +250,7 @@ class GroupOf(AnyGroup, Generic[W]):
             self._check_alive_but(rank)
             self._end_watches()
             with self._submitter.work.renewing(rank):
-                replace_worker(self._ownership.workers(), self._launch, self._constructor, rank)
+                replace_worker(self._ownership, self._launch, self._constructor, rank)
                 self._watch_again()
                 self._submitter.gate.has_new(rank)
                 self._on_all("on_replace", hook)

@@ -111,18 +111,22 @@ def start_workers(backend: Backend, launch: Launch, constructor: Payload, owners
         raise
 
 
-def replace_worker(workers: Workers, launch: Launch, constructor: Payload, rank: int) -> None:
+def replace_worker(ownership: Ownership, launch: Launch, constructor: Payload, rank: int) -> None:
     """End the worker of one rank, if it still runs, then start and construct a new one on its slot.
 
     Raises:
         ConstructorError, WorkerDied, CallTimeout, PlacementError: See `start_workers`; the rank stays dead.
+        ClosedError: Another thread has closed the group, and so ended the worker.
         UsageError: The backend cannot replace a worker.
     """
+    workers = ownership.workers()
     workers.replace(rank)
     try:
         with _watched(launch, 1) as start:
             _Construction(workers, launch, (rank,), start).run(constructor)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, WorkerDied):
+            ownership.check()
         workers.interrupt({rank: None}, "ended by the controller, because it could not be constructed")
         raise
 
