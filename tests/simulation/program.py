@@ -706,7 +706,7 @@ class _Log(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
-        is_left = self._world.has_killed and "never retrieved" in text  # by a loop of a process that was killed,
+        is_left = World.has_ever_killed and "never retrieved" in text  # by a loop of a process that was killed,
         is_left |= World.has_ever_killed and "was destroyed but" in text  # perhaps in a program before this one
         is_left &= record.name == "asyncio"
         if not (self._world.current.is_killed or ThreadEnds.__name__ in text or is_left):
