@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from by_value import sent_by_value
-from ctrl_c import pressed_when
+from ctrl_c import interrupted_when, pressed_when
 from ends import until
 from later import Later
 
