@@ -255,7 +255,8 @@ class Submitter:
                         call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
                         call.is_being_sent(workers, failures if request.is_for_all else Failures(failures))
                         call.place = place
-                        self.work.add(call)
+                        if call.tickets or not orders:  # else it was sent to no rank, and has no outcome to be read
+                            self.work.add(call)
                     if self.work.is_given:
                         self.work.read_in_background()
             if first.record is not None:
