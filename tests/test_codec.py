@@ -6,6 +6,7 @@ import subprocess
 import sys
 import types
 import weakref
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -479,6 +480,25 @@ def test_classes_of_main_are_sent_whole():
     del __main__.InMain
 
     assert decode(payload).double() == 6
+
+
+RETURNED = """if True:
+    import pickle, sys
+    from bandmaster.codec import encode
+    value = pickle.load(sys.stdin.buffer)
+    sys.stdout.buffer.write(encode(value).head)
+"""
+
+
+def test_what_another_process_makes_of_a_class_with_slots_comes_back():
+    @dataclass(slots=True)
+    class Sample:
+        text: str
+        reward: float = 0.5
+
+    sent_there = encode([Sample("a"), Sample("b", 2.0)]).head
+    done = subprocess.run([sys.executable, "-c", RETURNED], input=sent_there, capture_output=True, timeout=60)
+    assert pickle.loads(done.stdout) == [Sample("a"), Sample("b", 2.0)], done.stderr.decode()
 
 
 def test_code_keeps_the_name_of_its_file_for_tracebacks_and_debuggers():

@@ -244,6 +244,16 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 
     dispatch_table: ClassVar = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
 
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce an object as cloudpickle does; a class that travels by value keeps its slots."""
+        reduced = super().reducer_override(obj)
+        slots = vars(obj).get("__slots__") if isinstance(obj, type) else None
+        if slots and reduced is not NotImplemented:
+            function, arguments = reduced[:2]
+            if function is cloudpickle.cloudpickle._make_skeleton_class:
+                arguments[3]["__slots__"] = slots
+        return reduced
+
 
 class _Encoder(Pickler):
     def reducer_override(self, obj: Any) -> Any:
