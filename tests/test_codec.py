@@ -501,6 +501,21 @@ def test_what_another_process_makes_of_a_class_with_slots_comes_back():
     assert pickle.loads(done.stdout) == [Sample("a"), Sample("b", 2.0)], done.stderr.decode()
 
 
+RECORDS_SENT = """if True:
+    import sys
+    import numpy as np
+    from bandmaster.codec import encode
+    sys.stdout.buffer.write(encode(np.zeros(3, [("x", "f8")]).view(np.recarray)).head)
+"""
+
+
+def test_records_are_sent_by_name_also_before_numpy_has_imported_their_module():
+    done = subprocess.run([sys.executable, "-c", RECORDS_SENT], capture_output=True, timeout=60)
+    records = pickle.loads(done.stdout)
+    assert type(records) is np.recarray
+    assert records[1:].x.tolist() == [0, 0]
+
+
 def test_code_keeps_the_name_of_its_file_for_tracebacks_and_debuggers():
     def outer():
         return lambda: None

@@ -29,6 +29,8 @@ OUT_OF_BAND_NBYTES = 4096  # smaller buffers are cheaper inside the pickle strea
 MAX_ITEMS = 100  # inspected by `_contents`
 MAX_CONTAINER_ITEMS = 1000  # most items of a container that `_large_bytes` searches
 
+np.rec  # noqa: B018  # imported on first use; until then cloudpickle sends recarray by value, and another class arrives
+
 Reducer = Callable[[Any], Any]
 _OURS = {"bandmaster.codec.arrays", "bandmaster.codec.tensors"}
 
