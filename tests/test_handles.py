@@ -70,6 +70,10 @@ class Rows(bm.Worker):
     def echo_padded(self, rows):
         return rows
 
+    @register(bm.TransferProtocol(bm.Split("dp", pad=True), bm.Concat("dp")))
+    def of_rank(self, ids):
+        return {"id": ids + self.rank / 2 if self.rank else ids, "wide": np.zeros((len(ids), 1 + self.rank // 2))}
+
     @register(bm.TransferProtocol(bm.Split("dp", balance="id"), bm.Concat("dp")))
     def echo_balanced(self, rows):
         assert rows["id"].sum() == 7  # 0 to 6 in three parts
@@ -281,6 +285,14 @@ def test_padding_is_for_the_ranks_alone(three, two):
     assert padded.result()["id"].tolist() == list(range(7))
     assert two.who(padded)["id"].tolist() == list(range(7))
     assert len(padded) == 7
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_ranks_with_padding_alone_do_not_determine_the_columns(three, two, n):
+    rows, plain = three.of_rank.submit(np.arange(n)), three.of_rank(np.arange(n))
+    taken = two.echo(rows)
+    assert taken["id"].dtype == rows[0:].result()["id"].dtype == plain["id"].dtype
+    np.testing.assert_equal(taken, plain)
 
 
 @pytest.mark.parametrize("width", [SMALL, LARGE])

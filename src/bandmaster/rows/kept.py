@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
-
-import numpy as np
 
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Kept, KeptCopy, RowFacts, Workers
@@ -158,7 +156,7 @@ class KeptRows:
     """
 
     def __init__(self, parts: Iterable[KeptPart], real_rows: RealRows | None) -> None:
-        self.parts = {part.origin.rank: part for part in parts}
+        self.parts: dict[Any, KeptPart] = {part.origin.rank: part for part in parts}
         self._real_rows = real_rows
 
     @property
@@ -170,7 +168,7 @@ class KeptRows:
     def table(self) -> Table | None:
         """All rows, without those that were computed from padding; None if they cannot be one batch.
 
-        Ranks without rows do not determine the columns.
+        Ranks without rows, or with padding alone, do not determine the columns.
 
         Raises:
             BatchError: The value of a rank mixes batches with other values.
@@ -183,30 +181,24 @@ class KeptRows:
         starts = list(accumulate(counts, initial=0))
         for part, (start, stop) in zip(parts, pairwise(starts), strict=True):
             part.origin.numbers = range(start, stop)
-        with_rows = [part for part, n in zip(parts, counts, strict=True) if n] or parts
-        kinds = [_kinds(part.facts.schema) for part in with_rows if part.facts is not None]
+        order = None
+        if self._real_rows is not None:
+            order = self._real_rows.order(list(self.parts))
+            if order is not None or self._real_rows.padded_to is not None:
+                kept, counts = counts, [len(self._real_rows.numbers[rank]) for rank in self.parts]
+                if kept != [self._real_rows.padded_to or n for n in counts]:
+                    return None  # a rank has not kept a row for each row
+        with_rows = [(part, n) for part, n in zip(parts, counts, strict=True) if n] or [(part, 0) for part in parts]
+        kinds = [_kinds(part.facts.schema) for part, _ in with_rows if part.facts is not None]
         if any(kind != kinds[0] for kind in kinds):
             return None
-        table = table_of(with_rows)
-        return table if self._real_rows is None else _restored(table, counts, list(self.parts), self._real_rows)
+        table = table_of(*zip(*with_rows, strict=True))
+        return table if order is None else take(table, order)
 
     def release(self) -> None:
         """Release all rows."""
         for part in self.parts.values():
             part.release()
-
-
-def _restored(table: Table, counts: Sequence[int], ranks: Sequence[Any], real_rows: RealRows) -> Table | None:
-    """The rows in the order before the split, without padding; None if a rank has not kept a row for each row."""
-    order = real_rows.order(ranks)
-    if real_rows.padded_to is None and order is None:
-        return table
-    real = [len(real_rows.numbers[rank]) for rank in ranks]
-    if list(counts) != (real if real_rows.padded_to is None else [real_rows.padded_to] * len(ranks)):
-        return None
-    starts = accumulate(counts, initial=0)
-    index = np.concatenate([np.arange(n) + start for n, start in zip(real, starts, strict=False)])
-    return take(table, index if order is None else index[order])
 
 
 def _kinds(schema: Schema) -> dict[Hashable, Any]:

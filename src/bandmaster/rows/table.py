@@ -107,9 +107,10 @@ class Table(NamedTuple):
         return all(block.order is None for block in self.blocks)
 
 
-def table_of(parts: Sequence[Any]) -> Table:
-    """The rows of parts with the same columns, one after the other."""
-    return Table((_block([(part, range(part.facts.n_rows), None) for part in parts], None),))
+def table_of(parts: Sequence[Any], counts: Sequence[int] | None = None) -> Table:
+    """The rows of parts with the same columns, one after the other: the first of each part, if counts are given."""
+    counts = [part.facts.n_rows for part in parts] if counts is None else counts
+    return Table((_block([(part, range(n), None) for part, n in zip(parts, counts, strict=True)], None),))
 
 
 # --- operations ---
