@@ -702,6 +702,15 @@ def test_a_failed_call_whose_rows_were_released_keeps_nothing_of_the_program(two
 
 
 @without_waiting
+def test_later_changes_of_a_seed_do_not_change_the_order(two, gate):
+    seed, ids = [1, 2], np.arange(20)
+    rows = two.make_when.submit(ids, gate).shuffle(seed)
+    seed[0] = 9
+    gate.touch()
+    assert rows.result()["id"].tolist() == np.random.default_rng([1, 2]).permutation(ids).tolist()
+
+
+@without_waiting
 def test_calls_are_sent_though_nobody_waits_for_them(two, three, gate):
     told = threading.Event()
     rows = two.make_when.submit(np.arange(7), str(gate))

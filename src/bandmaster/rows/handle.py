@@ -167,10 +167,10 @@ class Handle:
     def shuffle(self, seed: int) -> Self:
         """The rows in an order that depends only on the seed and the number of rows."""
         try:
-            np.random.default_rng(operator.index(seed) if np.ndim(seed) == 0 else seed)
+            fixed = np.random.SeedSequence(operator.index(seed) if np.ndim(seed) == 0 else seed)
         except (TypeError, ValueError):
             raise UsageError(f"shuffle takes a whole number as its seed, 0 or more, got seed={seed!r}") from None
-        return self._taken("shuffle", lambda n_rows: np.random.default_rng(seed).permutation(n_rows))
+        return self._taken("shuffle", lambda n_rows: np.random.default_rng(fixed).permutation(n_rows))
 
     def _taken(self, what: str, numbers: Callable[[int], Index]) -> Self:
         """A future of the rows with the numbers that a function returns for the number of rows."""
