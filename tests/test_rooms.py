@@ -39,7 +39,7 @@ ROOMS = {
     "watching": "errors contract platform calls lifecycle turns",
     "groups": "codec errors plan worker contract platform rows calls flow requests roles callers backends lifecycle "
     "pool tracing turns watching",
-    "registration": "errors plan worker calls groups",
+    "registration": "errors plan worker calls requests groups",
     "__init__": "errors plan worker platform calls flow requests pool tracing watching groups registration",
     "timeline": "errors __init__",
     "telemetry": "timeline __init__",

@@ -24,31 +24,20 @@ if TYPE_CHECKING:
     from bandmaster.groups.group import GroupOf
     from bandmaster.groups.method import GroupMethod
     from bandmaster.plan.transfer import Concat, Gather, Only, PerRank, Reduce, Route, Split
+    from bandmaster.requests.method import RequestMethod
 
     P = ParamSpec("P")  # the method's parameters
     R = TypeVar("R")  # the method's return type
     T = TypeVar("T")  # the type of the awaited value of an async method
-    G = TypeVar("G")  # the result type of the group's call
-    C = TypeVar("C")  # the return type of the group's call: its result, or its future
+    M = TypeVar("M")  # the method of the group
 
-    class Registered(Generic[P, R, C, G]):
+    class Registered(Generic[P, R, M]):
         """The type of a registered method for type checkers; at run time it is the function."""
 
         @overload
         def __get__(self, instance: None, owner: Any) -> Callable[Concatenate[Any, P], R]: ...
         @overload
-        def __get__(self, instance: GroupOf[Any], owner: Any) -> GroupMethod[P, C, G]: ...
-        @overload
-        def __get__(self, instance: object, owner: Any) -> Callable[P, R]: ...
-        def __get__(self, instance: Any, owner: Any) -> Any: ...
-
-    class RegisteredPerRank(Generic[P, R, C, G]):
-        """A registered method whose group call takes a sequence of one value per rank for each parameter."""
-
-        @overload
-        def __get__(self, instance: None, owner: Any) -> Callable[Concatenate[Any, P], R]: ...
-        @overload
-        def __get__(self, instance: GroupOf[Any], owner: Any) -> GroupMethod[..., C, G]: ...
+        def __get__(self, instance: GroupOf[Any], owner: Any) -> M: ...
         @overload
         def __get__(self, instance: object, owner: Any) -> Callable[P, R]: ...
         def __get__(self, instance: Any, owner: Any) -> Any: ...
@@ -59,9 +48,9 @@ if TYPE_CHECKING:
         @overload
         def __call__(
             self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /
-        ) -> Registered[P, Coroutine[Any, Any, T], T, T]: ...
+        ) -> Registered[P, Coroutine[Any, Any, T], GroupMethod[P, T, T]]: ...
         @overload
-        def __call__(self, method: Callable[Concatenate[Any, P], R], /) -> Registered[P, R, R, R]: ...
+        def __call__(self, method: Callable[Concatenate[Any, P], R], /) -> Registered[P, R, GroupMethod[P, R, R]]: ...
 
     class _Listed(Protocol):
         """A decorator for methods whose group call has a list of the method's return values as its result."""
@@ -69,9 +58,11 @@ if TYPE_CHECKING:
         @overload
         def __call__(
             self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /
-        ) -> Registered[P, Coroutine[Any, Any, T], list[T], list[T]]: ...
+        ) -> Registered[P, Coroutine[Any, Any, T], GroupMethod[P, list[T], list[T]]]: ...
         @overload
-        def __call__(self, method: Callable[Concatenate[Any, P], R], /) -> Registered[P, R, list[R], list[R]]: ...
+        def __call__(
+            self, method: Callable[Concatenate[Any, P], R], /
+        ) -> Registered[P, R, GroupMethod[P, list[R], list[R]]]: ...
 
     class _PerRank(Protocol):
         """A `_Listed` decorator for methods whose group call takes a sequence of one value per rank per argument."""
@@ -79,11 +70,11 @@ if TYPE_CHECKING:
         @overload
         def __call__(
             self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /
-        ) -> RegisteredPerRank[P, Coroutine[Any, Any, T], list[T], list[T]]: ...
+        ) -> Registered[P, Coroutine[Any, Any, T], GroupMethod[..., list[T], list[T]]]: ...
         @overload
         def __call__(
             self, method: Callable[Concatenate[Any, P], R], /
-        ) -> RegisteredPerRank[P, R, list[R], list[R]]: ...
+        ) -> Registered[P, R, GroupMethod[..., list[R], list[R]]]: ...
 
     class _OwnLater(Protocol):
         """An `_Own` decorator for non-blocking methods: the group's call returns a future."""
@@ -91,9 +82,11 @@ if TYPE_CHECKING:
         @overload
         def __call__(
             self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /
-        ) -> Registered[P, Coroutine[Any, Any, T], Future[T], T]: ...
+        ) -> Registered[P, Coroutine[Any, Any, T], GroupMethod[P, Future[T], T]]: ...
         @overload
-        def __call__(self, method: Callable[Concatenate[Any, P], R], /) -> Registered[P, R, Future[R], R]: ...
+        def __call__(
+            self, method: Callable[Concatenate[Any, P], R], /
+        ) -> Registered[P, R, GroupMethod[P, Future[R], R]]: ...
 
     class _ListedLater(Protocol):
         """A `_Listed` decorator for non-blocking methods: the group's call returns a future."""
@@ -101,16 +94,28 @@ if TYPE_CHECKING:
         @overload
         def __call__(
             self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /
-        ) -> Registered[P, Coroutine[Any, Any, T], Future[list[T]], list[T]]: ...
+        ) -> Registered[P, Coroutine[Any, Any, T], GroupMethod[P, Future[list[T]], list[T]]]: ...
         @overload
         def __call__(
             self, method: Callable[Concatenate[Any, P], R], /
-        ) -> Registered[P, R, Future[list[R]], list[R]]: ...
+        ) -> Registered[P, R, GroupMethod[P, Future[list[R]], list[R]]]: ...
+
+    class _Requested(Protocol):
+        """A decorator for methods whose calls are requests."""
+
+        @overload
+        def __call__(
+            self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /
+        ) -> Registered[P, Coroutine[Any, Any, T], RequestMethod[P, T]]: ...
+        @overload
+        def __call__(self, method: Callable[Concatenate[Any, P], R], /) -> Registered[P, R, RequestMethod[P, R]]: ...
 
     class _Untyped(Protocol):
         """A decorator for methods whose group call has unknown parameter and result types."""
 
-        def __call__(self, method: Callable[Concatenate[Any, P], R], /) -> RegisteredPerRank[P, R, Any, Any]: ...
+        def __call__(
+            self, method: Callable[Concatenate[Any, P], R], /
+        ) -> Registered[P, R, GroupMethod[..., Any, Any]]: ...
 
     _REQUEST = Literal[Dispatch.REQUEST, "REQUEST"] | TransferProtocol[Route, Only]
     _LISTED = Literal[Dispatch.ONE_TO_ALL, Dispatch.THREE_D_PP_ONLY, "ONE_TO_ALL", "3D_PP_ONLY", "THREE_D_PP_ONLY"]
@@ -138,7 +143,7 @@ def register(  # type: ignore[overload-overlap]
     concurrency: int = ...,
     is_idempotent: bool = ...,
     mesh: str | None = ...,
-) -> _OwnLater: ...
+) -> _Requested: ...
 @overload
 def register(
     dispatch_mode: Any,

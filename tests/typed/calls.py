@@ -54,6 +54,14 @@ class Actor(bm.Worker):
     def loss(self, rows: list[int]) -> float:
         return sum(rows) / len(rows)
 
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def chat(self, text: str, end: str = "") -> str:
+        return text + end
+
+    @register(Dispatch.REQUEST)
+    def length(self, text: str) -> int:
+        return len(text)
+
     def helper(self) -> int:
         return self.where() + 1
 
@@ -77,6 +85,11 @@ def correct(pool: bm.ResourcePool) -> None:
         assert_type(actor.rows([1]), list[int])
         assert_type(actor.listed(), list[str])
         assert_type(actor.loss([1]), float)
+        assert_type(actor.chat("a", end="!"), bm.Future[str])
+        assert_type(actor.chat.options(key="a", retries=2, min_version=3).submit("a"), bm.Future[str])
+        assert_type(actor.chat.all("a"), bm.Future[list[str]])
+        assert_type(actor.length("a").result(), int)
+        actor.chat.map(["a", "b"], "!", in_flight=4).result()
         assert_type(actor.world_size, int)
         actor.restart()
 
@@ -90,6 +103,11 @@ def incorrect(actor: ActorGroup) -> None:
     actor.act.options(timeout="5")  # error
     actor.where(1)  # error
     actor.start("1")  # error
+    actor.chat(1)  # error
+    actor.chat.all()  # error
+    actor.chat.options(keys="a")  # error
+    actor.act.map(["a"])  # error
+    actor.act.options(retries=2)  # error
     number: int = actor.where()  # error
     text: str = actor.act.submit(["a"]).result()  # error
     print(number, text)
