@@ -353,6 +353,10 @@ def test_mistakes_are_errors_before_anything_is_begun(actor):
         Telemetry(interval=float("inf"))
     with pytest.raises(bm.UsageError, match=r"port must be from 0, for a free one, to 65535, .* got 70000"):
         Telemetry(port=70000)
+    with pytest.raises(bm.UsageError, match=r"port must be from 0, .* got '9464'"):
+        Telemetry(port="9464")
+    with pytest.raises(bm.UsageError, match=r"provider must be a TracerProvider, .* got int"):
+        Telemetry(port=0, provider=3)
     with Telemetry(port=0) as telemetry:
         with pytest.raises(bm.UsageError, match="a trace is already open"):
             Telemetry()

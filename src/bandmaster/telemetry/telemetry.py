@@ -86,8 +86,13 @@ class Telemetry:
             raise UsageError(
                 f"interval must be positive and finite, and budget between 0 and 1, got {interval} and {budget}"
             )
-        if port is not None and not 0 <= port <= 65535:
-            raise UsageError(f"port must be from 0, for a free one, to 65535, or None for no server, got {port}")
+        if port is not None and not (isinstance(port, int) and 0 <= port <= 65535):
+            raise UsageError(f"port must be from 0, for a free one, to 65535, or None for no server, got {port!r}")
+        known = provider or opentelemetry_trace.get_tracer_provider()
+        if not isinstance(known, TracerProvider):
+            raise UsageError(
+                f"provider must be a TracerProvider, to which exporters are added, got {type(known).__name__}"
+            )
         self.trace = trace()
         self._zero = time.monotonic() - (time.time() - self.trace.began)
         self.url: str | None = None
@@ -100,7 +105,6 @@ class Telemetry:
         except BaseException:
             self.trace.stop()
             raise
-        known = provider or opentelemetry_trace.get_tracer_provider()
         self._spans = Spans(known, self.trace.began, phases or {}, model)
         self._interval_s, self._budget = interval, budget
         self._recent: deque[Call] = deque(maxlen=MOST_RECENT)
