@@ -222,8 +222,12 @@ def test_bad_arguments_are_refused_in_words_and_the_group_stays_usable(group):
         group.execute_with_func_generator(np.zeros(4))
     with pytest.raises(bm.ArgumentError, match="no method 'nothing'"):
         group.execute_all_sync("nothing")
-    with pytest.raises(AttributeError, match="nothing"):
+    with pytest.raises(bm.ArgumentError, match="no method 'tagg'; did you mean 'tag'"):
+        group.execute_all_sync("tagg")
+    with pytest.raises(AttributeError, match=r"'nothing'$"):
         _ = group.nothing
+    with pytest.raises(AttributeError, match="RayWorkerGroup has no attribute 'doubel'; did you mean 'double'"):
+        _ = group.doubel
     with pytest.raises(bm.RemoteError, match=r"Actor\.fail failed on rank 2 .*no such row"):
         group.fail([2])
     assert group.add(1) == [101, 102, 103, 104]
@@ -414,6 +418,8 @@ def test_roles_in_one_process(make_pool):
     assert roles["actor"].tag({"x": np.arange(2)})["rank"].tolist() == [0, 1]
     with pytest.raises(bm.RemoteError, match=r"Actor\.fail failed on rank 1"):
         roles["actor"].fail([1])
+    with pytest.raises(AttributeError, match=r"no attribute 'tagg'; did you mean 'tag'\?$"):
+        _ = roles["actor"].tagg
     with pytest.raises(bm.UsageError, match="its roles are actor, critic"):
         group.spawn(["reward"])
     assert "actor_add" in dir(group) and "add" in dir(roles["critic"])

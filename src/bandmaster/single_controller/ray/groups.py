@@ -18,7 +18,7 @@ from bandmaster.calls.request import CallRequest, Collection
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.codec import Payload, decode, encode
-from bandmaster.errors import ArgumentError, UsageError
+from bandmaster.errors import ArgumentError, UsageError, suggestion
 from bandmaster.lifecycle.checks import check_options
 from bandmaster.plan.arguments import CallPlan, scatter
 from bandmaster.plan.binding import bind
@@ -290,7 +290,8 @@ class RayWorkerGroup(WorkerGroup):
     def _plan(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], n: int | None = None) -> CallPlan:
         """Plan one value per rank if all arguments are lists of that length; else every rank gets every argument."""
         if not callable(getattr(self._cls, name, None)):
-            raise ArgumentError(f"{getattr(self._cls, '__name__', self._cls)} has no method {name!r}")
+            hint = suggestion(name, dir(self._cls))
+            raise ArgumentError(f"{getattr(self._cls, '__name__', self._cls)} has no method {name!r}{hint}")
         args, kwargs = [resolved(value) for value in args], {key: resolved(value) for key, value in kwargs.items()}
         values = [*args, *kwargs.values()]
         size = self.world_size if n is None else n
@@ -321,7 +322,13 @@ class RayWorkerGroup(WorkerGroup):
                 return RayMethod(self, self._submitter, self._spec(name))
             if "_inner" not in known or name.startswith("__"):
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-            return getattr(known.get("_whole") or known["_inner"], name)
+            try:
+                return getattr(known.get("_whole") or known["_inner"], name)
+            except AttributeError as error:
+                hint = suggestion(name, known["_methods"])
+                if hint:  # in place of one from the methods of all roles
+                    error.args = (str(error).partition("; did you mean")[0] + hint,)
+                raise
 
     else:
 
