@@ -1281,6 +1281,21 @@ def test_an_episode_has_the_log_probs_of_the_model_that_a_trainer_computes(backe
 
 
 @pytest.mark.backends("local")
+def test_an_agent_goes_on_after_an_answer_with_tokens_of_no_character(backend):
+    with sent_by_value(RLHF, "toy_engine"), bm.ResourcePool([1], backend=backend) as pool:
+        engine = bm.WorkerGroup(pool, sys.modules["toy_engine"].ToyEngine, mesh=bm.Mesh(dp=1, tp=1))
+        with Endpoint(engine, model="sums", record=True) as endpoint, client_of(endpoint) as client:
+            question = {"role": "user", "content": "47+85="}
+            for seed in range(100):
+                options = {"model": "sums", "seed": seed, "max_tokens": 6, "extra_headers": {"X-Session-ID": str(seed)}}
+                said = client.chat.completions.create(messages=[question], **options).choices[0].message
+                if "?" in said.content:
+                    break
+            client.chat.completions.create(messages=[question, said, question], **options)
+            assert [episode.n_turns for episode in endpoint.take(str(seed))] == [2]
+
+
+@pytest.mark.backends("local")
 def test_the_example_trains_on_what_agents_said_and_their_next_words_are_of_the_new_weights(backend):
     with sent_by_value(RLHF, "openai_agents"):
         found = sys.modules["openai_agents"].train(steps=2, n_problems=2, n_samples=2)

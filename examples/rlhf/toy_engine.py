@@ -48,6 +48,7 @@ class SumsConversation(rl.Conversation):
         return rl.Rendering(self.encode(text, is_first=True), text)
 
     def encode(self, text: str, is_first: bool) -> list[int]:
+        text = text.replace("?", addition.ALPHABET[addition.PAD])  # in answers, a token of no character
         unknown = set(text).difference(addition.ALPHABET)
         if unknown:
             raise UsageError(f"the model knows {addition.ALPHABET!r} alone, got {min(unknown)!r}")
