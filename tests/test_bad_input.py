@@ -466,7 +466,7 @@ def test_calling_what_is_not_registered_says_what_to_do(ledger):
     with pytest.raises(AttributeError) as refused:
         ledger.unregistered(1)
     assert str(refused.value) == (
-        "Ledger.unregistered is not registered: put @register(...) above it, "
+        "Ledger.unregistered is not registered: put @bandmaster.register(...) above it, "
         "or call execute_all_sync('unregistered', ...)"
     )
     assert ledger.execute_all_sync("unregistered", 1) == [1, 1]
@@ -1104,7 +1104,7 @@ REGISTRATIONS = {
         lambda: register(Dispatch.REQUEST)(partial(print, end="")),
         ["@register must decorate a function, got functools.partial("],
     ),
-    "no protocol": (lambda: mark(3), ["a transfer protocol must be a Dispatch member", "got 3"]),
+    "no protocol": (lambda: mark(3), ["a transfer protocol must be a member of bandmaster.Dispatch", "got 3"]),
     "no execute mode": (lambda: mark(execute_mode="all"), ["Execute.ALL or Execute.RANK_ZERO", "'all'"]),
     "a mesh for a custom protocol": (lambda: mark(CUSTOM, mesh="train"), ["use no axes of a mesh; remove mesh="]),
     "a mesh for rank zero": (

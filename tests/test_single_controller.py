@@ -656,3 +656,14 @@ def test_detached_workers_outlive_the_process(ray_cluster):
     assert again.add(0) == [7]
     ray_cluster.kill(handle)
     ray_cluster.util.remove_placement_group(placement)
+
+
+def test_verls_register_and_modes_do_not_pass_for_bandmasters():
+    with pytest.raises(bm.ProtocolError, match=r"a member of bandmaster\.Dispatch, .* got <Dispatch\.DP_COMPUTE_PROTO"):
+        bm.register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    with bm.ResourcePool([1], backend="inprocess") as pool:
+        group = bm.WorkerGroup(pool, Actor)
+        with pytest.raises(
+            AttributeError, match=r"Actor\.double is not registered: put @bandmaster\.register\(\.\.\.\) above"
+        ):
+            _ = group.double

@@ -206,7 +206,7 @@ def test_an_unknown_name_lists_the_known_ones(name):
         ),
         (
             lambda: as_protocol(7),
-            "a transfer protocol must be a Dispatch member, its name, a TransferProtocol, or "
+            "a transfer protocol must be a member of bandmaster.Dispatch, its name, a TransferProtocol, or "
             "{'dispatch_fn': ..., 'collect_fn': ...}, got 7",
         ),
         (

@@ -369,7 +369,7 @@ class AnyGroup(metaclass=ABCMeta):
             cls = known.get("_cls")
             if cls is not None and callable(getattr(cls, name, None)) and not name.startswith("_"):
                 raise AttributeError(
-                    f"{cls.__name__}.{name} is not registered: put @register(...) above it, or call "
+                    f"{cls.__name__}.{name} is not registered: put @bandmaster.register(...) above it, or call "
                     f"execute_all_sync({name!r}, ...)"
                 )
             methods, hint = list(known.get("_methods", ())), ""

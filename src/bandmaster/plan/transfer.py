@@ -430,6 +430,6 @@ def as_protocol(dispatch_mode: object) -> TransferProtocol[Any, Any] | Custom:
     if isinstance(dispatch_mode, Mapping):
         return Custom.parse(dispatch_mode)
     raise ProtocolError(
-        "a transfer protocol must be a Dispatch member, its name, a TransferProtocol, or "
+        "a transfer protocol must be a member of bandmaster.Dispatch, its name, a TransferProtocol, or "
         f"{{'dispatch_fn': ..., 'collect_fn': ...}}, got {dispatch_mode!r}"
     )
