@@ -360,6 +360,8 @@ def test_mistakes_are_errors_before_anything_is_begun(actor):
     with Telemetry(port=0) as telemetry:
         with pytest.raises(bm.UsageError, match="a trace is already open"):
             Telemetry()
+        with pytest.raises(bm.UsageError, match="or close the Telemetry that it is of, before the next one begins"):
+            bm.trace()
         port = int(telemetry.url.split(":")[2].split("/")[0])
         telemetry.close()
         with bm.trace():

@@ -150,7 +150,10 @@ def trace(path: str | Path | None = None) -> Trace:
         [('Adder.double', [0, 1])]
     """
     if hooks.trace is not None:
-        raise UsageError("a trace is already open; stop() it, or leave its with block, before the next one begins")
+        raise UsageError(
+            "a trace is already open; stop() it, leave its with block, or close the Telemetry that it is of, "
+            "before the next one begins"
+        )
     if path is not None and Path(path).is_dir():
         raise UsageError(f"cannot write the trace to {str(path)!r}: it is a folder; name a file in it")
     if path is not None and not (folder := Path(path).parent).is_dir():
