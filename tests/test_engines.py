@@ -109,6 +109,27 @@ def test_a_pause_gives_up_all_answers_of_a_request(kit):
     assert [len(one.tokens) for one in answers[1:]] == [0, 0]
 
 
+class Careless(ByteEngine):
+    async def answers(self, prompt, sampling):
+        (answer,) = await super().answers(prompt, sampling)
+        return answer if sampling.seed else [answer._replace(log_probs=[0.0])]
+
+
+def test_an_engine_that_answers_what_is_no_answer_is_told_so(make_group):
+    engine = make_group(1, Careless)
+    said = r"Careless has answered [1-9]\d+ tokens with 1 log_probs; an rl\.Answer has one for each token"
+    prompt, sampling = list(b"one and two"), Sampling(max_tokens=20)
+    for ask in (
+        lambda: engine.request(prompt, sampling).result(),
+        lambda: engine.generate({"prompt": [prompt]}, sampling),
+        lambda: engine.complete(rl.Prompt(ids=prompt), sampling).result(),
+    ):
+        with pytest.raises(bm.RemoteError, match=said):
+            ask()
+    with pytest.raises(bm.RemoteError, match=r"Careless\.answers must return a list of rl\.Answer, got one of list"):
+        engine.request(prompt, replace(sampling, seed=1)).result()
+
+
 class Silent(ByteEngine):
     async def answers(self, prompt, sampling):
         return [rl.Answer([1, 2], None, [0, 0], "stop")]

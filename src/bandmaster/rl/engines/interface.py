@@ -169,7 +169,7 @@ class Engine(TakesWeights, ABC):
         for number, prompt in enumerate(prompts):
             self._check_prompt(prompt, f"prompt {number}")
         samplings = [sampling] * len(prompts) if seeds is None else [replace(sampling, seed=seed) for seed in seeds]
-        return columns_of(await self.answer_all(prompts, samplings), sampling.logprobs is not None)
+        return columns_of(self._checked(await self.answer_all(prompts, samplings)), sampling.logprobs is not None)
 
     # --- requests ---
 
@@ -190,7 +190,7 @@ class Engine(TakesWeights, ABC):
         ids = self._prompt(prompt, sampling)
         with self._counted():
             await self.has_weights()
-            return await self.answers(ids, sampling)
+            return self._checked(await self.answers(ids, sampling))
 
     @register(Dispatch.REQUEST, concurrency=CONCURRENCY)
     async def tokens(self, prompt: Any, sampling: Sampling = Sampling()) -> AsyncGenerator[Answer, None]:  # noqa: B008
@@ -233,7 +233,7 @@ class Engine(TakesWeights, ABC):
         with self._counted():
             await self.has_weights()
             version = self.version
-            return begun.completion(await self.answers(begun.ids, sampling), version)
+            return begun.completion(self._checked(await self.answers(begun.ids, sampling)), version)
 
     @register(Dispatch.REQUEST, concurrency=CONCURRENCY)
     async def completion_parts(
@@ -352,6 +352,21 @@ class Engine(TakesWeights, ABC):
         if not isinstance(sampling, Sampling):
             raise UsageError(f"sampling must be a rl.Sampling, got {sampling!r}")
         self.check_sampling(sampling)
+
+    def _checked(self, answers: list[Answer]) -> list[Answer]:
+        """The answers that the subclass has made, if they are what a trainer can learn from."""
+        for answer in answers:
+            if not isinstance(answer, Answer):
+                raise UsageError(
+                    f"{type(self).__name__}.answers must return a list of rl.Answer, got one of {type(answer).__name__}"
+                )
+            for name, values in (("log_probs", answer.log_probs), ("versions", answer.versions)):
+                if values is not None and len(values) != len(answer.tokens):
+                    raise UsageError(
+                        f"{type(self).__name__} has answered {len(answer.tokens)} tokens with {len(values)} {name}; "
+                        "an rl.Answer has one for each token"
+                    )
+        return answers
 
     def _check_prompt(self, prompt: Sequence[int], what: str) -> None:
         if len(prompt) >= self.max_model_len:
