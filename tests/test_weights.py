@@ -333,6 +333,8 @@ def test_what_cannot_be_moved_is_refused(trainer):
             rl.WeightSync(trainer, bm.WorkerGroup(pool, Other))
         with pytest.raises(bm.UsageError, match=r"hold no weights; derive them from rl\.HoldsWeights"):
             rl.WeightSync(trainer, bm.WorkerGroup(pool, bm.Worker))
+        with pytest.raises(bm.UsageError, match=r"rl\.HoldsWeights; WeightSync takes the trainer first"):
+            rl.WeightSync(bm.WorkerGroup(pool, bm.Worker), trainer)
         for one in ({"from_ranks": []}, {"to_ranks": []}):
             with pytest.raises(bm.UsageError, match=r"no rank of .* is chosen; name one or more"):
                 rl.WeightSync(trainer, bm.WorkerGroup(pool, Holder, 2, mesh=Mesh(dp=1, tp=1)), **one)

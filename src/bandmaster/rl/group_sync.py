@@ -93,8 +93,9 @@ def refuse_in_flight(in_flight: str | None) -> None:
 def layout_of(group: Any, ranks: Iterable[int] | None, receives: bool = False) -> Layout:
     """The layout of the weights of a group that sends or receives, empty for ranks that do not take part."""
     if not callable(getattr(group, "weights_layout", None)):
+        hint = "" if receives else "; WeightSync takes the trainer first"
         raise UsageError(
-            f"the workers of {getattr(group, 'name', group)!r} hold no weights; derive them from rl.HoldsWeights"
+            f"the workers of {getattr(group, 'name', group)!r} hold no weights; derive them from rl.HoldsWeights{hint}"
         )
     chosen = range(group.world_size) if ranks is None else list(ranks)
     if wrong := [rank for rank in chosen if rank not in range(group.world_size)]:
