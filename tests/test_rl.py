@@ -172,15 +172,20 @@ def of_one_weight(value):
     return made
 
 
-def test_a_run_that_goes_back_to_an_older_checkpoint_goes_on_from_there(tmp_path):
-    checkpoints = rl.Checkpoints(tmp_path, keep=3)
+def gone_back(folder, read, keep):
+    """The checkpoints of a run that goes back to the first of three."""
+    checkpoints = rl.Checkpoints(folder)
     for number in (10, 20, 30):
         checkpoints.save(number, of_one_weight(number), step=number)
     checkpoints.wait()
-    read = of_one_weight(0)
-    checkpoints = rl.Checkpoints(tmp_path, keep=3)
+    checkpoints = rl.Checkpoints(folder, keep=keep)
     assert checkpoints.load(read, number=10, step=0) == {"step": 10}
-    kept = []
+    return checkpoints
+
+
+def test_a_run_that_goes_back_to_an_older_checkpoint_goes_on_from_there(tmp_path):
+    read, kept = of_one_weight(0), []
+    checkpoints = gone_back(tmp_path, read, keep=3)
     for number in (11, 12, 13):
         checkpoints.save(number, of_one_weight(-number), step=number)
         checkpoints.wait()
@@ -199,13 +204,8 @@ def test_a_checkpoint_that_a_run_has_left_is_not_taken_for_its_own(tmp_path):
         def __reduce__(self):
             raise OSError("no space left on device")
 
-    checkpoints = rl.Checkpoints(tmp_path)
-    for number in (10, 20, 30):
-        checkpoints.save(number, of_one_weight(number), step=number)
-    checkpoints.wait()
     read = of_one_weight(0)
-    checkpoints = rl.Checkpoints(tmp_path, keep=2)
-    assert checkpoints.load(read, number=10, step=0) == {"step": 10}
+    checkpoints = gone_back(tmp_path, read, keep=2)
     for _ in range(2):  # now that it saves less often
         checkpoints.save(25, of_one_weight(-25), step=25, more=Fails())
         with pytest.raises(RuntimeError, match="no space left"):

@@ -1,6 +1,7 @@
 """The OpenAI-compatible endpoint, by the official client and by sockets, over an engine whose answers are known."""
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -99,6 +100,16 @@ def decode(ids):
 
 def given_up(engine):
     return sum(figures["n_given_up"] for figures in engine.metrics.all().result())
+
+
+@contextlib.contextmanager
+def paused(engine):
+    """The engines hold their requests in the block."""
+    engine.pause.all("keep").result()
+    try:
+        yield
+    finally:
+        engine.resume.all().result()
 
 
 def started(engine):
@@ -525,16 +536,13 @@ def test_a_request_whose_client_hangs_up_leaves_no_turns_of_the_prompts_that_wer
     before = given_up(engine)
     with Endpoint(engine, api_key=KEY, record=True) as endpoint, client_of(endpoint) as client:
         n_started = started(engine)
-        engine.pause.all("keep").result()
-        try:
+        with paused(engine):
             connection = raw(endpoint, post(body, path="/v1/completions"))
             until(lambda: (started(engine) > n_started).all())
             engine.resume.options(replica=0)().result()
             until(lambda: "bandmaster_answer_tokens_total 4.0" in get(endpoint, "/metrics")[1])
             connection.close()
             until(lambda: given_up(engine) == before + 1)
-        finally:
-            engine.resume.all().result()
         assert endpoint.take() == []
         made = client.completions.create(**body)
         assert [*made] if is_stream else made
@@ -877,14 +885,11 @@ def test_a_client_that_takes_a_long_answer_slowly_gets_all_of_it(backend, module
 def test_a_client_that_hangs_up_has_its_request_given_up_at_once(engine, endpoint, is_stream):
     before = given_up(engine)
     n_started = started(engine).sum()
-    engine.pause.all("keep").result()
-    try:
+    with paused(engine):
         connection = raw(endpoint, post({"model": "bytes", "messages": COUNT, "stream": is_stream}))
         until(lambda: started(engine).sum() > n_started)
         connection.close()
         until(lambda: given_up(engine) == before + 1)
-    finally:
-        engine.resume.all().result()
     assert endpoint.take() == []
 
 
@@ -899,24 +904,19 @@ def test_nothing_is_written_to_a_client_that_has_hung_up(endpoint, caplog):
 
 
 def test_a_request_may_take_longer_than_its_head(engine):
-    engine.pause.all("keep").result()
-    try:
-        with Endpoint(engine, api_key=KEY, stall_timeout=0.3) as endpoint:
-            connection = raw(endpoint, post(BODY, "X-Forwarded-For: 10.0.0.1"))
-            with raw(endpoint) as other:
-                assert other.recv(1) == b"", "by now, a connection without a request was closed"
-            engine.resume.all().result()
-            assert answered(connection)[0] == 200
-    finally:
+    with paused(engine), Endpoint(engine, api_key=KEY, stall_timeout=0.3) as endpoint:
+        connection = raw(endpoint, post(BODY, "X-Forwarded-For: 10.0.0.1"))
+        with raw(endpoint) as other:
+            assert other.recv(1) == b"", "by now, a connection without a request was closed"
         engine.resume.all().result()
+        assert answered(connection)[0] == 200
 
 
 def test_a_request_that_follows_a_stream_on_its_connection_may_take_as_long_as_any(engine):
     held = post({**BODY, "session_id": "held"})
     with Endpoint(engine, api_key=KEY, stall_timeout=0.3) as endpoint:
         before = started(engine)
-        engine.pause.all("keep").result()
-        try:
+        with paused(engine):
             first = raw(endpoint, held)
             until(lambda: (started(engine) > before).any())
             engine.resume.options(replica=int((started(engine) == before).argmax()))().result()
@@ -928,8 +928,6 @@ def test_a_request_that_follows_a_stream_on_its_connection_may_take_as_long_as_a
                 engine.resume.all().result()
                 assert [file.readline(), file.readline()] == [b"\r\n", b"HTTP/1.1 200 OK\r\n"]
             assert answered(first)[0] == 200
-        finally:
-            engine.resume.all().result()
 
 
 def test_what_is_no_http_is_refused(endpoint, client):
@@ -948,50 +946,38 @@ def test_what_is_no_http_is_refused(endpoint, client):
 
 
 def test_more_requests_than_there_are_places_for_are_told_to_come_later(engine):
-    engine.pause.all("keep").result()
-    try:
-        with Endpoint(engine, api_key=KEY, max_open=2) as endpoint:
-            held = [raw(endpoint, post(BODY)) for _ in range(2)]
-            until(lambda: "bandmaster_open_requests 2.0" in get(endpoint, "/metrics")[1])
-            with (
-                client_of(endpoint) as client,
-                pytest.raises(openai.RateLimitError, match="2 requests are open") as raised,
-            ):
-                chat(client, HELLO)
-            assert raised.value.response.headers["retry-after"] == "1"
-            engine.resume.all().result()
-            assert [answered(connection)[0] for connection in held] == [200, 200]
-            with client_of(endpoint) as client:
-                assert chat(client, HELLO).choices
-    finally:
+    with paused(engine), Endpoint(engine, api_key=KEY, max_open=2) as endpoint:
+        held = [raw(endpoint, post(BODY)) for _ in range(2)]
+        until(lambda: "bandmaster_open_requests 2.0" in get(endpoint, "/metrics")[1])
+        with (
+            client_of(endpoint) as client,
+            pytest.raises(openai.RateLimitError, match="2 requests are open") as raised,
+        ):
+            chat(client, HELLO)
+        assert raised.value.response.headers["retry-after"] == "1"
         engine.resume.all().result()
+        assert [answered(connection)[0] for connection in held] == [200, 200]
+        with client_of(endpoint) as client:
+            assert chat(client, HELLO).choices
 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
 def test_a_request_that_takes_too_long_is_given_up(engine, is_stream):
     before = given_up(engine)
-    engine.pause.all("keep").result()
-    try:
-        with Endpoint(engine, timeout=0.3) as endpoint, client_of(endpoint) as client:
-            with pytest.raises(openai.APIStatusError, match=r"not answered within 0\.3 s") as raised:
-                chat(client, COUNT, stream=is_stream)
-            assert raised.value.status_code == 504
-            until(lambda: given_up(engine) == before + 1)
-    finally:
-        engine.resume.all().result()
+    with paused(engine), Endpoint(engine, timeout=0.3) as endpoint, client_of(endpoint) as client:
+        with pytest.raises(openai.APIStatusError, match=r"not answered within 0\.3 s") as raised:
+            chat(client, COUNT, stream=is_stream)
+        assert raised.value.status_code == 504
+        until(lambda: given_up(engine) == before + 1)
 
 
 def test_a_stream_that_takes_too_long_ends_with_an_error(engine):
     with Endpoint(engine, timeout=1.0) as endpoint, client_of(endpoint) as client:
         stream = chat(client, COUNT, stream=True)
         next(stream)
-        engine.pause.all("keep").result()
-        try:
-            with pytest.raises(openai.APIError, match="not answered within 1 s"):
-                for _ in stream:
-                    pass
-        finally:
-            engine.resume.all().result()
+        with paused(engine), pytest.raises(openai.APIError, match="not answered within 1 s"):
+            for _ in stream:
+                pass
 
 
 # --- health, and the end ---
@@ -1004,11 +990,8 @@ def states(endpoint):
 def test_health_and_metrics_tell_of_replicas(engine, endpoint, client):
     chat(client, HELLO)
     assert get(endpoint, "/health")[0] == 200 and states(endpoint) == ["ok", "ok"]
-    engine.pause.all("keep").result()
-    try:
+    with paused(engine):
         assert states(endpoint) == ["paused", "paused"]
-    finally:
-        engine.resume.all().result()
     with Endpoint(engine, api_key=KEY) as other:
         with client_of(other) as client:
             chat(client, HELLO)
@@ -1087,8 +1070,7 @@ def test_a_replica_whose_engine_has_died_is_reported_and_its_requests_go_to_the_
 def test_close_ends_open_requests_and_is_not_repeated(engine, monkeypatch):
     monkeypatch.setattr("bandmaster.serve.endpoint.GRACE_S", 0)
     before = given_up(engine)
-    engine.pause.all("keep").result()
-    try:
+    with paused(engine):
         endpoint = Endpoint(engine, api_key=KEY)
         connection = raw(endpoint, post(BODY))
         until(lambda: "bandmaster_open_requests 1.0" in get(endpoint, "/metrics")[1])
@@ -1099,8 +1081,6 @@ def test_close_ends_open_requests_and_is_not_repeated(engine, monkeypatch):
         assert "closed" in repr(endpoint)
         with pytest.raises(ConnectionRefusedError):
             raw(endpoint)
-    finally:
-        engine.resume.all().result()
 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
@@ -1131,8 +1111,7 @@ def test_close_ends_the_connection_of_a_client_that_takes_no_answer(backend, mod
 def test_close_after_ctrl_c_in_close_waits_for_open_requests(engine, monkeypatch):
     monkeypatch.setattr("bandmaster.serve.endpoint.GRACE_S", 1)
     before = given_up(engine)
-    engine.pause.all("keep").result()
-    try:
+    with paused(engine):
         endpoint = Endpoint(engine, api_key=KEY)
         with raw(endpoint, post(BODY)):
             until(lambda: "bandmaster_open_requests 1.0" in get(endpoint, "/metrics")[1])
@@ -1140,8 +1119,6 @@ def test_close_after_ctrl_c_in_close_waits_for_open_requests(engine, monkeypatch
                 endpoint.close()
             endpoint.close()
             assert "closed" in repr(endpoint) and given_up(engine) == before + 1
-    finally:
-        engine.resume.all().result()
 
 
 @pytest.mark.backends("inprocess")
