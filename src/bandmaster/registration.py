@@ -136,7 +136,7 @@ if TYPE_CHECKING:
 
 
 @overload
-def register(  # type: ignore[overload-overlap]
+def register(
     dispatch_mode: _REQUEST,
     *,
     arguments: _Rules = ...,
@@ -151,11 +151,11 @@ def register(
     blocking: Literal[True] = ...,
 ) -> _Own: ...
 @overload
-def register(  # type: ignore[overload-overlap]
+def register(
     dispatch_mode: Any = ..., *, execute_mode: Literal[Execute.RANK_ZERO], blocking: Literal[True] = ...
 ) -> _Own: ...
 @overload
-def register(  # type: ignore[overload-overlap]
+def register(
     dispatch_mode: _Listing,
     execute_mode: Literal[Execute.ALL] = ...,
     blocking: Literal[True] = ...,
@@ -163,7 +163,7 @@ def register(  # type: ignore[overload-overlap]
     mesh: str | None = ...,
 ) -> _Listed: ...
 @overload
-def register(  # type: ignore[overload-overlap]
+def register(
     dispatch_mode: _Owning,
     execute_mode: Literal[Execute.ALL] = ...,
     blocking: Literal[True] = ...,
@@ -179,7 +179,7 @@ def register(
     mesh: str | None = ...,
 ) -> _PerRank: ...
 @overload
-def register(  # type: ignore[overload-overlap]
+def register(
     dispatch_mode: _Listing,
     execute_mode: Literal[Execute.ALL] = ...,
     *,
@@ -188,7 +188,7 @@ def register(  # type: ignore[overload-overlap]
     mesh: str | None = ...,
 ) -> _ListedLater: ...
 @overload
-def register(  # type: ignore[overload-overlap]
+def register(
     dispatch_mode: _Owning,
     execute_mode: Literal[Execute.ALL] = ...,
     *,
