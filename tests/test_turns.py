@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 from ctrl_c import pressed
 from ends import until
@@ -105,6 +106,9 @@ class Model(Plain):
         while self.fails_in == f"slow {name}" and not os.path.exists(self.gate):
             time.sleep(0.002)
         self.note(name)
+
+    def pid(self):
+        return os.getpid()
 
     def set(self, **attributes):
         vars(self).update(attributes)
@@ -967,6 +971,20 @@ def test_a_group_that_is_closed_is_in_nobodys_way(two_models):
     second.close()
     with pytest.raises(bm.ClosedError):
         turn.__enter__()
+
+
+@pytest.mark.backends("local")
+def test_a_turn_begins_when_the_workers_of_a_rival_that_is_closed_have_ended(two_models, gate):
+    first, second, _ = two_models
+    with first.turn():
+        pids = first.execute_all_sync("pid")
+        first.wait_for.submit(str(gate))  # so that they do not end at once
+    with ThreadPoolExecutor(1) as threads:
+        closing = threads.submit(first.close)
+        until(lambda: "closed" in repr(first))
+        with second.turn(timeout=DEADLINE_S):
+            assert not any(psutil.pid_exists(pid) for pid in pids), "else both have their state on the devices"
+        closing.result(DEADLINE_S)
 
 
 @pytest.mark.backends("inprocess")

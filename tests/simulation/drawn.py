@@ -46,6 +46,7 @@ class Kind(NamedTuple):
         retrying: Share of requests that are sent again if their replica has died; it dies often.
         aiming: Share of requests that name their replica, or go to all of them.
         limiting: Share of calls that have a limit of time themselves.
+        closing: Share of steps in which a thread closes the group, which others use.
     """
 
     n_ranks: int
@@ -75,6 +76,7 @@ class Kind(NamedTuple):
     retrying: float = 0.0
     aiming: float = 0.0
     limiting: float = 0.0
+    closing: float = 0.0
 
     @classmethod
     def drawn(cls, seed: int) -> Kind:
@@ -106,6 +108,7 @@ class Kind(NamedTuple):
             retrying=random.Random(f"retrying {seed}").choice([0.0, 0.5]) if faults > 0.7 else 0.0,
             aiming=random.Random(f"aiming {seed}").choice([0.0, 0.0, 0.4]),
             limiting=random.Random(f"limiting {seed}").choice([0.0, 0.0, 0.3]),
+            closing=random.Random(f"closing {seed}").choice([0.0, 0.0, 0.0, 0.02]) if faults > 0.4 else 0.0,
         )
         if draw.random() < 0.85:
             if draw.random() < 0.85:

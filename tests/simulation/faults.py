@@ -6,7 +6,8 @@ import random
 from typing import TYPE_CHECKING
 
 import bandmaster as bm
-from simulation.drawn import Raised, Sent
+from simulation import sync
+from simulation.drawn import LATE_S, Raised, Sent
 from simulation.ranks import Plan
 from simulation.turns import HOOK
 from simulation.world import START
@@ -31,6 +32,19 @@ def renew(program: Program, draw: random.Random) -> None:
         is_hooks = isinstance(error.__cause__, Raised) and error.__cause__.args[0] == HOOK
         program.world.check(type(error) is not bm.RemoteError or is_hooks, "a renewal fails as no hook does", error)
         program.world.note("cannot renew", type(error).__name__)
+
+
+def close(program: Program, draw: random.Random) -> None:
+    """Close a group, which other threads use."""
+    program.is_renewed = program.is_closing = True
+    rival = None if program.turns is None else program.turns.rival
+    group = draw.choice([one for one in (program.group, program.callers, rival) if one is not None])
+    calls = [sent for sent in program.calls if not sent.is_operation and program.group_of(sent) is group]
+    program.world.note("closes", group.name)
+    group.close()
+    sync.sleep(LATE_S)  # in which threads that have just read a failure note it
+    left = [sent.token for sent in calls if sent.future is not None and not sent.future.done()]
+    program.world.check(not left, "calls of a closed group go on", left)
 
 
 def cut(program: Program, draw: random.Random) -> None:

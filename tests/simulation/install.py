@@ -106,6 +106,8 @@ class Group:
     def check_fence(self, rank: Rank) -> None:
         """A rank that has failed a call begins the next one when no rank runs the failed one any more."""
         failed = rank.failed_token
+        if self.world.program.is_closing:  # type: ignore[attr-defined]  # hosts end their ranks each at its own time
+            return
         for other in self.ranks.values():
             running = other.running
             is_meant = running is not None and running.stream is None  # the generators of ranks are alone

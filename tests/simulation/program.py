@@ -60,6 +60,7 @@ class Program:
         self.is_cut = self.kind.is_inprocess  # some host, so that replies may come late; here behind another thread's
         self.broken_at = START - LATE_S  # when a circle of calls was broken last
         self.is_renewed = False  # perhaps: calls may have failed because of it
+        self.is_closing = False  # or is closed
         self.world: World
 
     def run(self, made: Installed) -> World:
@@ -181,6 +182,9 @@ class Program:
             return
         if is_main and not (kind.n_interrupts or kind.n_hosts) and draw.random() < kind.stalling:
             faults.stall(self, draw)
+            return
+        if kind.closing and not self.is_closing and draw.random() < kind.closing:
+            faults.close(self, draw)
             return
         if draw.random() < kind.passing:
             rows.use_rows(self, draw, mine, can_await=not (is_main and kind.n_interrupts))
@@ -425,8 +429,11 @@ class Program:
 
     def method_of(self, sent: Sent) -> Any:
         """The method of a call, of its group."""
-        group = self.turns.rival if sent.is_rivals and self.turns else self.callers if sent.is_callers else self.group
-        return self.with_options(getattr(group, sent.method), sent)
+        return self.with_options(getattr(self.group_of(sent), sent.method), sent)
+
+    def group_of(self, sent: Sent) -> Any:
+        """The group of a call."""
+        return self.turns.rival if sent.is_rivals and self.turns else self.callers if sent.is_callers else self.group
 
     def with_options(self, method: Any, sent: Sent) -> Any:
         """The method of a call with the options of the call."""
@@ -538,7 +545,7 @@ class Program:
             world.check(is_same, "not the error of the rows", sent.token, outcome)
         elif isinstance(outcome, bm.RowsLost):
             world.check(self.is_renewed or self.has_died(), "rows are lost", sent.token, outcome)
-        elif isinstance(outcome, bm.ClosedError):
+        elif isinstance(outcome, bm.ClosedError) or "ClosedError: group" in str(outcome):  # or the group that it takes
             world.check(self.is_renewed, "a group is closed that nobody closes", sent.token)
         elif isinstance(outcome, bm.UsageError) and self.turns is not None:
             is_refused = "turn" in str(outcome) or "yielded" in str(outcome) or "hook" in str(outcome)
@@ -646,6 +653,7 @@ class Program:
         ranks = self.world.zygote.ranks.values()  # type: ignore[attr-defined]
         if (
             self.is_cut
+            or self.is_closing
             or self.kind.n_hosts
             or self.kind.is_inprocess
             or self.kind.calling

@@ -79,9 +79,6 @@ class Gate:
     def has_new(self, rank: int) -> None:
         """Note that the worker of one rank was constructed again."""
 
-    def is_closed(self) -> None:
-        """Note that the group was closed."""
-
 
 OPEN = Gate()  # of a group that takes no turns
 

@@ -292,7 +292,6 @@ class GroupOf(AnyGroup, Generic[W]):
             return
         self._end_watches()
         self._submitter.work.begin_anew()
-        self._submitter.gate.is_closed()
 
     def __enter__(self) -> Self:
         return self

@@ -53,6 +53,11 @@ class Ownership:
         return self._end.alive
 
     @property
+    def is_ending(self) -> bool:
+        """Whether the workers are being stopped for good."""
+        return not self.is_open and self._started is not None
+
+    @property
     def constructed(self) -> Workers | None:
         """The workers that can be called; None before they are constructed for the first time, and once released."""
         return self._workers if self.is_open else None
@@ -140,7 +145,7 @@ class Ownership:
 
     def _end_in_fork(self) -> None:
         self._end.detach()  # to stop the workers is for the parent
-        self._workers = None
+        self._started = self._workers = None
 
     def _stop(self) -> None:
         workers = self._started

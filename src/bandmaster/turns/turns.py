@@ -155,12 +155,10 @@ class Turn:
             raise
 
     def _rivals(self) -> Sequence[TurnTaker]:
-        """Other open groups that take turns on its slots, except the roles of its groups; sorted by name."""
+        """Other groups with workers that take turns on its slots, except the roles of its groups; sorted by name."""
         own = {*self.takers, *(role for taker in self.takers for role in taker.roles)}
         with _changed:
-            others = [
-                one for one in _takers if one not in own and one.ownership.is_open and one.shares_with_any(self.takers)
-            ]
+            others = [one for one in _takers if one not in own and one.has_workers and one.shares_with_any(self.takers)]
         return sorted(others, key=lambda one: one.name)
 
     def _acquire(self) -> None:
@@ -236,7 +234,7 @@ class Turn:
 
     def _shares_slots(self, other: Turn) -> bool:
         """Whether both use some of the same slots. Closed groups of the other do not count."""
-        return any(taker.shares_with_any(self.takers) for taker in other.takers if taker.ownership.is_open)
+        return any(taker.shares_with_any(self.takers) for taker in other.takers if taker.has_workers)
 
     def _blocks(self, other: Turn) -> bool:
         """Whether the owner of another turn cannot go on while this one is waited for, and has to."""
@@ -321,8 +319,14 @@ class TurnTaker(Gate):
         self._hook: tuple[_State, Future[Any]] | None = None  # a hook that outlasted the wait for it
         self._is_moving = False  # a thread makes it yield or resume
         self._n_sending = 0
+        ownership.when_closed(self._has_ended)
         with _changed:
             _takers[self] = None
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether it was not closed, or its workers have not ended yet."""
+        return self.ownership.is_open or self.ownership.is_ending
 
     def shares_with_any(self, takers: Iterable[TurnTaker]) -> bool:
         """Whether it shares a slot with one of some groups."""
@@ -332,8 +336,8 @@ class TurnTaker(Gate):
         """The turn in which the group's workers are constructed: rivals yield, and the group itself does not resume."""
         return Turn(None, [self], None, resumes=False)
 
-    def is_closed(self) -> None:
-        """Wake waiting turns, because the group was closed."""
+    def _has_ended(self) -> None:
+        """Wake waiting turns, because the group was closed and its workers have ended."""
         with _changed:
             _changed.notify_all()
 
@@ -383,7 +387,7 @@ class TurnTaker(Gate):
             is_begun = any(turn.has_begun for turn in turns)
             return None if is_begun else f"the turn of group {self.name!r} is about to begin"
         others = [turn for turn in _entered if self not in turn.takers]
-        rivals = [turn for turn in others if self.shares_with_any(one for one in turn.takers if one.ownership.is_open)]
+        rivals = [turn for turn in others if self.shares_with_any(one for one in turn.takers if one.has_workers)]
         if rivals:
             names = ", ".join(sorted({repr(taker.name) for turn in rivals for taker in turn.takers}))
             return f"group {names} has its turn on slots of group {self.name!r}; end that turn"
@@ -445,16 +449,21 @@ class TurnTaker(Gate):
         workers = self.ownership.constructed
         return workers is None or len(workers.deaths) == len(workers.records)
 
+    @property
+    def _is_busy(self) -> bool:
+        """Whether calls are being sent, or it yields, resumes or ends."""
+        return self._n_sending > 0 or self._is_moving or self.ownership.is_ending
+
     @contextlib.contextmanager
     def _moving(self, deadline: Deadline) -> Iterator[None]:
         """Let one thread at a time make the group yield or resume; two groups without common slots may both want to."""
         is_mine = False
         try:
             with _changed:
-                if not _changed.wait_for(lambda: not (self._n_sending or self._is_moving), deadline.left()):
+                if not _changed.wait_for(lambda: not self._is_busy, deadline.left()):
                     raise TurnTimeout(
-                        f"group {self.name!r} did not yield its slots in time: its calls were being sent, or another "
-                        "turn made it yield or resume; give turn() a larger timeout"
+                        f"group {self.name!r} did not yield its slots in time: its calls were being sent, another "
+                        "turn made it yield or resume, or it was being closed; give turn() a larger timeout"
                     )
                 self._is_moving = is_mine = True
             self._settle(deadline)
