@@ -8,6 +8,8 @@ import os
 import pickle
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -633,6 +635,32 @@ def test_a_worker_waits_for_a_rank_that_has_much_to_do(make_group, tmp_path, mon
     (tmp_path / "gate").touch()
     assert asked.result(DEADLINE) == [(0, "aa")]
     assert busy.result(DEADLINE) == [None] and others[-1].result(DEADLINE) == [(0, 0)]
+
+
+CLOSES = """
+import os, socket
+from pathlib import Path
+import bandmaster as bm
+from test_callers import DEADLINE, Agent, Rollout
+
+with bm.ResourcePool([1], backend="local") as first, bm.ResourcePool([1], backend="local") as second:
+    rollout = bm.WorkerGroup(first, Rollout)
+    agents = bm.WorkerGroup(second, Agent, rollout)
+    door = next(one for one in Path("/proc/net/unix").read_text().split() if f"bandmaster-door-{os.getpid()}-" in one)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect("\\0" + door[1:])
+    assert agents.do(lambda group: group.plain(1).result()) == [(0, 1, 0)]  # by a connection that was made later
+    rollout.close()
+    sock.settimeout(DEADLINE)
+    assert sock.recv(1) == b""
+    sock.close()
+"""
+
+
+@pytest.mark.backends("local")
+def test_the_last_group_that_closes_hangs_up_on_workers_that_have_not_asked_yet():
+    done = subprocess.run([sys.executable, "-X", "dev", "-c", CLOSES], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.backends("local", "ray")

@@ -94,7 +94,7 @@ class Door:
         self._listening.setblocking(False)
         self._loop = self._relay.event_loop().loop
         self._requests = Requests(self._relay)
-        self._waiting: dict[socket.socket, asyncio.Task[None]] = {}  # for a rank
+        self._waiting: dict[socket.socket, asyncio.Task[None] | None] = {}  # for its question, or for a rank
         self._relay.event_loop().run(self._listen)
 
     @classmethod
@@ -139,7 +139,10 @@ class Door:
         self._listening.close()
         self._requests.close()
         for sock, task in self._waiting.items():
-            task.cancel()
+            if task is None:
+                self._loop.remove_reader(sock.fileno())
+            else:
+                task.cancel()
             sock.close()
 
     def _listen(self) -> None:
@@ -154,12 +157,14 @@ class Door:
             self._loop.call_later(ACCEPT_AGAIN_S, self._listen)
             return
         if peer_of(sock)[1] == os.getuid():
+            self._waiting[sock] = None
             self._loop.add_reader(sock.fileno(), self._asked, sock)
         else:
             sock.close()
 
     def _asked(self, sock: socket.socket) -> None:
         self._loop.remove_reader(sock.fileno())
+        del self._waiting[sock]
         try:
             set_buffer(sock)
             question: Asked = pickle.loads(sock.recv(QUESTION_NBYTES))
