@@ -366,19 +366,7 @@ class AnyGroup(metaclass=ABCMeta):
                 if spec.registration.is_request:
                     return _request_method()(self, self._submitter, spec)
                 return GroupMethod(self, self._submitter, spec)
-            cls = known.get("_cls")
-            if cls is not None and callable(getattr(cls, name, None)) and not name.startswith("_"):
-                raise AttributeError(
-                    f"{cls.__name__}.{name} is not registered: put @bandmaster.register(...) above it, or call "
-                    f"execute_all_sync({name!r}, ...)"
-                )
-            methods, hint = list(known.get("_methods", ())), ""
-            if not name.startswith("_"):
-                listed = f"; {cls.__name__} has {', '.join(methods)}" if methods else ""
-                hint = suggestion(name, [*methods, *dir(type(self))]) or listed
-            error = AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
-            error.name = name  # without obj, so that Python does not add the same suggestion to a traceback
-            raise error
+            raise no_attribute(self, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The group as it is pickled for workers: from here on, workers can call it."""
@@ -411,6 +399,24 @@ class AnyGroup(metaclass=ABCMeta):
         except UsageError:  # it is closed
             running = None
         return tables.as_html(repr(self), self.worker_names, self._mesh, running, self._methods.values())
+
+
+def no_attribute(group: Any, name: str) -> AttributeError:
+    """The error for a name that is neither an attribute of a group nor a registered method of its worker class."""
+    known = group.__dict__
+    cls, hint = known.get("_cls"), ""
+    methods = [method for method in known.get("_methods", ()) if not method.startswith("_")]
+    if not name.startswith("_"):
+        if callable(getattr(cls, name, None)):
+            return AttributeError(
+                f"{cls.__name__}.{name} is not registered: put @bandmaster.register(...) above it, or call "
+                f"execute_all_sync({name!r}, ...)"
+            )
+        listed = f"; {cls.__name__} has {', '.join(methods)}" if methods else ""
+        hint = suggestion(name, [*methods, *dir(type(group))]) or listed
+    error = AttributeError(f"{type(group).__name__} has no attribute {name!r}{hint}")
+    error.name = name  # without obj, so that Python does not add the same suggestion to a traceback
+    return error
 
 
 @cache

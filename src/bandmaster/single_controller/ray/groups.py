@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from bandmaster.calls.request import CallRequest, Collection
@@ -19,6 +20,7 @@ from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.codec import Payload, decode, encode
 from bandmaster.errors import ArgumentError, UsageError, suggestion
+from bandmaster.groups.base import no_attribute
 from bandmaster.lifecycle.checks import check_options
 from bandmaster.plan.arguments import CallPlan, scatter
 from bandmaster.plan.binding import bind
@@ -320,15 +322,10 @@ class RayWorkerGroup(WorkerGroup):
             known = self.__dict__
             if name in known.get("_methods", ()):
                 return RayMethod(self, self._submitter, self._spec(name))
-            if "_inner" not in known or name.startswith("__"):
-                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-            try:
-                return getattr(known.get("_whole") or known["_inner"], name)
-            except AttributeError as error:
-                hint = suggestion(name, known["_methods"])
-                if hint:  # in place of one from the methods of all roles
-                    error.args = (str(error).partition("; did you mean")[0] + hint,)
-                raise
+            if "_inner" in known and not name.startswith("__"):
+                with suppress(AttributeError):
+                    return getattr(known.get("_whole") or known["_inner"], name)
+            raise no_attribute(self, name)
 
     else:
 
