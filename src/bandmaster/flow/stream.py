@@ -154,13 +154,8 @@ class Stream(Closing):
     def _check_debugged(self, timeout_s: float | None) -> None:
         """Raise `CallTimeout`, unless a rank is in a debugger: then the deadline begins anew."""
         assert timeout_s is not None, "only a deadline ends the wait early"
-        late = self._late(timeout_s)
+        what_next = "go on iterating over error.stream to wait again, or end it with error.stream.close()"
+        late = self._feed.late(timeout_s, what_next)
+        late.stream = self
         if not (timeout_s and late.is_debugged):
             raise late from None
-
-    def _late(self, timeout_s: float) -> CallTimeout:
-        error = self._feed.late(
-            timeout_s, "go on iterating over error.stream to wait again, or end it with error.stream.close()"
-        )
-        error.stream = self
-        return error
