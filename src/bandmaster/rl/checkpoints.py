@@ -381,9 +381,8 @@ def _is_of_tensors(value: object) -> bool:
 def _has_tensors(value: object) -> bool:
     from torch import Tensor
 
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return any(map(_has_tensors, value)) if isinstance(value, (list, tuple)) else isinstance(value, Tensor)
+    items = _items(list(value) if isinstance(value, tuple) else value)
+    return isinstance(value, Tensor) or any(_has_tensors(item) for _, item in items)
 
 
 def _saved_in(path: str | os.PathLike[str]) -> Mapping[str, Any]:
