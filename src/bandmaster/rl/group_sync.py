@@ -30,7 +30,7 @@ class GroupSync:
         is_compared: bool,
     ) -> None:
         self._source, self._target = source, target
-        given, wanted = layout_of(source, from_ranks), layout_of(target, to_ranks, True)
+        given, wanted = layout_of(source, from_ranks), layout_of(target, to_ranks, receives=True)
         if source is target:
             refuse_overlap(given, wanted, source.name)
         self.plan = reshard(given, wanted)
@@ -90,7 +90,7 @@ def refuse_in_flight(in_flight: str | None) -> None:
         )
 
 
-def layout_of(group: Any, ranks: Iterable[int] | None, receives: bool = False) -> Layout:
+def layout_of(group: Any, ranks: Iterable[int] | None, *, receives: bool = False) -> Layout:
     """The layout of the weights of a group that sends or receives, empty for ranks that do not take part."""
     if not callable(getattr(group, "weights_layout", None)):
         hint = "" if receives else "; WeightSync takes the trainer first"

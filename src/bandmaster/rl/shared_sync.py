@@ -42,7 +42,7 @@ class SharedSync:
             self.plan = plan_into_engines(given, said, target.name)
             wanted = [self.plan.target.boxes[0]] * len(said)
         else:
-            read, layout = target.weights_memory(), layout_of(target, to_ranks, True)
+            read, layout = target.weights_memory(), layout_of(target, to_ranks, receives=True)
             if source is target:
                 refuse_overlap(given, layout, source.name)
             self.plan = reshard(given, layout)
