@@ -3,6 +3,7 @@
 import builtins
 import pickle
 import re
+import subprocess
 import sys
 import threading
 
@@ -232,6 +233,20 @@ def test_an_exception_of_a_local_class_travels_with_its_attributes():
 
     assert failure.exception.rows == [1, 2]
     assert failure.kind is FailureKind.RESULT
+
+
+RAISED = """if True:
+    import pickle, sys
+    from bandmaster.errors.failure import Failure
+    class Sample:
+        __slots__ = ("text",)
+    sys.stdout.buffer.write(pickle.dumps(Failure.of(KeyError(Sample()))))
+"""
+
+
+def test_what_an_exception_holds_keeps_its_slots():
+    done = subprocess.run([sys.executable, "-c", RAISED], capture_output=True, timeout=60)
+    assert not hasattr(pickle.loads(done.stdout).exception.args[0], "__dict__")
 
 
 def test_an_exception_whose_constructor_takes_other_arguments_travels():

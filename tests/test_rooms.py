@@ -13,7 +13,7 @@ ROOT = Path(bandmaster.__file__).parent
 ROOMS = {
     "host_memory": "",
     "codec": "host_memory",
-    "errors": "",
+    "errors": "codec",
     "plan": "errors",
     "worker": "errors plan",
     "contract": "codec errors plan worker",

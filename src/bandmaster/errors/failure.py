@@ -19,7 +19,7 @@ from itertools import takewhile
 from types import TracebackType
 from typing import Any
 
-import cloudpickle
+from bandmaster.codec import Pickler
 
 IN_DEBUGGER = "  in a debugger"  # the beginning of the stack of a rank that waits in a debugger
 REPLACED = "ended by the controller, because it is being replaced"  # how a rank has died that gets a new process
@@ -216,7 +216,7 @@ def reraise_if_from_signal(error: BaseException) -> None:
         raise error
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+class _Pickler(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         cls: Any = type(obj)
         own = cls.__reduce__, cls.__reduce_ex__
