@@ -120,12 +120,11 @@ class Future(Handle, Generic[T]):
 
     def _wait(self, timeout: float | None) -> Deadline:
         """Wait for the call. Returns the deadline, by which its rows have to arrive as well."""
-        timeout_s = self._call.site.limits().timeout if timeout is None else float(timeout)
-        deadline = Deadline(timeout_s)
+        deadline = Deadline(self._call.site.limits().timeout if timeout is None else timeout)
         try:
-            while not self._has_come(timeout_s):
-                self._check_debugged(timeout_s)
-                deadline = Deadline(timeout_s)
+            while not self._has_come(deadline.timeout_s):
+                self._check_debugged(deadline.timeout_s)
+                deadline = Deadline(deadline.timeout_s)
         except KeyboardInterrupt as error:
             note_calls(error, [self._call])
             raise

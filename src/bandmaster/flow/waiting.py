@@ -81,16 +81,16 @@ def as_completed(futures: Iterable[Future[Any]], timeout: float | None = None) -
     Source: `concurrent.futures.as_completed`.
     """
     waiting = _checked(futures, timeout, "as_completed")
-    return _all_of(waiting, timeout, Deadline(timeout))
+    return _all_of(waiting, Deadline(timeout))
 
 
-def _all_of(waiting: list[Future[Any]], timeout: float | None, deadline: Deadline) -> Iterator[Future[Any]]:
-    n_done = 0
+def _all_of(waiting: list[Future[Any]], deadline: Deadline) -> Iterator[Future[Any]]:
+    n_left = len(waiting)
     for future in _as_they_come(waiting, deadline):
-        n_done += 1
+        n_left -= 1
         yield future
-    if n_done < len(waiting):
-        raise TimeoutError(f"{len(waiting) - n_done} of {len(waiting)} futures were not done in {timeout:g} s")
+    if n_left:
+        raise TimeoutError(f"{n_left} of {len(waiting)} futures were not done in {deadline.timeout_s:g} s")
 
 
 def _as_they_come(futures: list[Future[Any]], deadline: Deadline) -> Generator[Future[Any], None, None]:

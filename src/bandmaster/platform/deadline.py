@@ -14,8 +14,8 @@ class Deadline:
     """
 
     def __init__(self, timeout_s: float | None) -> None:
-        self.timeout_s = timeout_s
-        self._moment = None if timeout_s is None else time.monotonic() + float(timeout_s)
+        self.timeout_s = None if timeout_s is None else float(timeout_s)  # users pass numbers of other types
+        self._moment = None if self.timeout_s is None else time.monotonic() + self.timeout_s
 
     def left(self, most_s: float | None = None) -> float | None:
         """The seconds that are left, 0 or more, and ``most_s`` at most; None for no limit."""
