@@ -180,7 +180,7 @@ def test_what_is_about_the_processes_is_asked_of_the_colocated_group(group, meth
 
 def test_what_is_set_for_the_colocated_group_is_set_for_all_roles(pool):
     with bm.colocate(pool, self=Critic, cls=Critic) as group:
-        group.set_default_options(timeout=30)
+        group.set_default_options(timeout=np.float32(30))
         with pytest.raises(bm.UsageError, match="timeout"):
             group.set_default_options(timeout="long")
         assert group.self.told_so_far() == [[], []]

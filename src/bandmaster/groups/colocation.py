@@ -219,9 +219,9 @@ class ColocatedGroup(GroupOf[Any]):
         Raises:
             UsageError: An option is unknown, or its value is invalid, or not possible for this group.
         """
-        super().set_default_options(**options)
-        for submitter in self._submitters.values():
-            submitter.options.update(options)
+        checked = self._submitter.options_but(None, options) or {}
+        for submitter in (self._submitter, *self._submitters.values()):
+            submitter.options.update(checked)
 
     def _check_state(self, method: str, hook: str, state: Any, *args: Any) -> None:
         """Refuse a state for a role without the hook, and a hook with another signature, before anything is done."""
