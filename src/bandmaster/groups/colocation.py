@@ -132,8 +132,8 @@ class ColocatedGroup(GroupOf[Any]):
         given = {name: checked.role for name, checked in found.items()}
         super().__init__(pool, ClassWithInitArgs(wrapped, given), **options)
 
-    def _set_up(self, cls: type[Worker], pool: ResourcePool, mesh: Mesh, meshes: Mapping[str, Mesh]) -> None:
-        super()._set_up(cls, pool, mesh, meshes)
+    def _set_up(self, cls: type[Worker], mesh: Mesh, meshes: Mapping[str, Mesh]) -> None:
+        super()._set_up(cls, mesh, meshes)
         workers, work = self._ownership.workers, self._submitter.work
         for name, checked in self._roles.items():
             role = f"{self._name}.{name}"

@@ -127,7 +127,7 @@ class GroupOf(AnyGroup, Generic[W]):
         self._ownership = Ownership(self, name or f"{prefix}{cls.__name__}")
         add_group(self, self._ownership.name, is_default)
         try:
-            self._set_up(cls, pool, *own_meshes)
+            self._set_up(cls, *own_meshes)
             if name is not None:
                 for former in close_former(self):
                     former._pool._give_back(pool)
@@ -159,14 +159,13 @@ class GroupOf(AnyGroup, Generic[W]):
             self._ownership.tell_of_end()  # perhaps another thread had closed it before it got its slots
             raise
 
-    def _set_up(self, cls: type[Worker], pool: ResourcePool, mesh: Mesh, meshes: Mapping[str, Mesh]) -> None:
+    def _set_up(self, cls: type[Worker], mesh: Mesh, meshes: Mapping[str, Mesh]) -> None:
         """Set the attributes that do not depend on the workers. The group has its name already."""
-        name = self._name
         self._cls, self._mesh, self._meshes = cls, mesh, meshes
         self._methods = specs_of(cls, registrations(cls), mesh, meshes)
         self._changing = threading.RLock()  # one restart or replacement at a time
         self._watches: list[DeathWatch] = []
-        self._submitter = Submitter(self._ownership.workers, cls, mesh, name, methods=self._methods)
+        self._submitter = Submitter(self._ownership.workers, cls, mesh, self._name, methods=self._methods)
         if why_not := self._why_not_replaced():
             self._submitter.refused[REPLACE] = why_not
         if turn_hooks(cls):
