@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypedDict
 
@@ -61,6 +61,17 @@ class MethodOptions(SharedLimits, total=False):
     grace: float | None
     maxsize: int
     on_error: Literal["raise", "return"]
+
+
+class RequestOptions(SharedLimits, total=False):
+    """The keywords of `RequestMethod.options`, for type checkers; see `bandmaster.requests.target`."""
+
+    key: Hashable
+    replica: int | None
+    spill: int
+    maxsize: int
+    retries: int
+    min_version: int | None
 
 
 @dataclass(frozen=True)
@@ -136,7 +147,7 @@ class CallOptions:
                 )
             if name not in CALL_NAMES:
                 where = f"; {name} is for group.method.options(...)" if name in FLOW_NAMES else ""
-                if name in REQUEST_NAMES:
+                if not where and name in RequestOptions.__annotations__:
                     where = f"; {name} is for methods that are registered with Dispatch.REQUEST"
                 known = " and ".join([", ".join(CALL_NAMES[:-1]), CALL_NAMES[-1]])
                 raise UsageError(f"a call has no option {name!r}; its options are {known}{where}")
@@ -148,7 +159,6 @@ class CallOptions:
 
 
 CALL_NAMES = tuple(field.name for field in fields(CallOptions))
-REQUEST_NAMES = "key", "replica", "spill", "retries", "min_version"  # of options that only requests have
 
 
 class _Library:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from bandmaster.calls.future import Future
-from bandmaster.calls.options import SharedLimits
+from bandmaster.calls.options import RequestOptions
 from bandmaster.calls.submission import AnyMethod
 from bandmaster.contract import MAXSIZE, METHOD, STREAM
 from bandmaster.errors import UsageError
@@ -27,17 +27,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 G = TypeVar("G", covariant=True)
-
-
-class RequestOptions(SharedLimits, total=False):
-    """The keywords of `RequestMethod.options`, for type checkers."""
-
-    key: Hashable
-    replica: int | None
-    spill: int
-    maxsize: int
-    retries: int
-    min_version: int | None
 
 
 class RequestMethod(AnyMethod, Generic[P, G]):

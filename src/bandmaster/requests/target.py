@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from bandmaster.calls.options import SharedLimits
+from bandmaster.calls.options import RequestOptions, SharedLimits
 from bandmaster.errors import UsageError
 from bandmaster.plan.numbers import as_whole
 
@@ -42,7 +42,7 @@ class Target:
         Raises:
             UsageError: An option is unknown, or its value is invalid.
         """
-        names = [*LIMITS, *(field.name for field in fields(self) if field.name != "is_all")]
+        names = list(RequestOptions.__annotations__)
         unknown = [name for name in changes if name not in names]
         if unknown:
             listed = f"{', '.join(names[:-1])} and {names[-1]}"
