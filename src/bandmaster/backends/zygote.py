@@ -45,7 +45,7 @@ from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.math_threads import THREAD_VARIABLES
 from bandmaster.platform.proc import children_of, stat
-from bandmaster.platform.processes import Ended, end_descendants
+from bandmaster.platform.processes import Ended, end_descendants, is_readable
 
 ANSWER_S = 10.0  # for an answer that the zygote can give at once: its silence costs all its workers
 BUSY_S = 60.0  # the same as long as it computes, or waits for a processor
@@ -323,9 +323,7 @@ def _start(
 
 def _end_after(zygote: int, workers: set[int]) -> None:
     """Wait for the zygote to end, whereupon the kernel kills the workers; then kill their process groups."""
-    poll = select.poll()
-    poll.register(zygote, select.POLLIN)
-    poll.poll()
+    is_readable(zygote)
     os.close(zygote)
     for pid in list(workers):
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -23,7 +23,7 @@ from typing import Any
 
 from bandmaster.backends.ray.in_worker import connect_when_used
 from bandmaster.platform.math_threads import set_threads
-from bandmaster.platform.processes import Ended, MemoryPressure, Orphans, prctl
+from bandmaster.platform.processes import Ended, MemoryPressure, Orphans, is_readable, prctl
 from bandmaster.wire.lane import Lane
 from bandmaster.wire.segment_reader import kept_name
 from bandmaster.wire.segments import SegmentWriter
@@ -260,18 +260,11 @@ class _Zygote:
         """Kill the workers and all processes that they started."""
         self._living.clear()
         self._has_orphans = True
-        is_alone = _is_readable(self._controller, 0)  # then nobody waits for this
+        is_alone = is_readable(self._controller, 0)  # then nobody waits for this
         deadline = time.monotonic() + (ALONE_EXIT_S if is_alone else EXIT_S)
         while self._has_orphans and time.monotonic() < deadline:
             self._reap()
-            _is_readable(self._wake, ORPHANS_S)
-
-
-def _is_readable(source: int | socket.socket, timeout_s: float) -> bool:
-    """Wait until a descriptor is readable, which may be one from 1,024 on, as a preload opens many."""
-    poll = select.poll()
-    poll.register(source, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
+            is_readable(self._wake, ORPHANS_S)
 
 
 def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *other_fds: int) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
+import socket
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -112,6 +114,13 @@ def end_descendants(of: int) -> bool:
             has_killed = True
             _kill(process)
     return has_killed
+
+
+def is_readable(source: int | socket.socket, timeout_s: float | None = None) -> bool:
+    """Wait until a descriptor, perhaps one from 1,024 on, is readable; that of a process is so when it has ended."""
+    poll = select.poll()
+    poll.register(source, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 def _grace_s(pid: int) -> float:

@@ -13,7 +13,6 @@ import fcntl
 import inspect
 import math
 import os
-import select
 import sys
 import termios
 import time
@@ -32,7 +31,7 @@ from bandmaster.plan.binding import signature_without_self
 from bandmaster.platform.hardware import count_gpus
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.proc import peer_of
-from bandmaster.platform.processes import end_descendants
+from bandmaster.platform.processes import end_descendants, is_readable
 from bandmaster.single_controller.ray.listener import connect, host_identity
 from bandmaster.single_controller.ray.output import redirect, tame_bars
 from bandmaster.wire.lane import LENGTH_NBYTES, Lane
@@ -397,9 +396,7 @@ def _end_with(controller: int) -> None:
 
 
 def _end_after(controller: int) -> None:
-    poll = select.poll()
-    poll.register(controller, select.POLLIN)
-    poll.poll()
+    is_readable(controller)
     sys.setswitchinterval(1e-5)  # else a busy method delays this thread by 5 ms for each process that it reads
     end_descendants(os.getpid())
     os._exit(1)
