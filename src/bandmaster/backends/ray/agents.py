@@ -122,9 +122,7 @@ class RayAgents:
         """Start agents for a reservation, without waiting for them; they stay until it is released."""
         with self._lock:
             self._held[weakref.ref(reservation)] = keys
-            links = self._begin()
-            for key in keys:
-                self._open(links, key)
+            self._begin(keys)
         self._look_if_due()
 
     def release(self, reservation: object) -> None:
@@ -177,9 +175,7 @@ class RayAgents:
         Raises:
             PlacementError: One cannot be started or be reached.
         """
-        links = self._begin()
-        for key in keys:
-            self._open(links, key)
+        links = self._begin(keys)
         for key in [key for key in keys if key in self._opened]:
             place: Place | None = None
             try:
@@ -192,12 +188,14 @@ class RayAgents:
                 raise _unreachable(key, place, error) from error
         return {key: links.agents[key] for key in keys}
 
-    def _begin(self) -> AgentLinks:
-        """The links of the present session of Ray; those of a former one are closed."""
+    def _begin(self, keys: Sequence[AgentKey]) -> AgentLinks:
+        """Start agents where there are none. Returns the links of the present session; those of a former are closed."""
         if self._session is None or not self._session.is_current:
             self._close()
             self._actors, self._opened, self._session = {}, {}, RaySession()
         self._links = self._links or AgentLinks(self.release_agents)
+        for key in keys:
+            self._open(self._links, key)
         return self._links
 
     def _open(self, links: AgentLinks, key: AgentKey) -> None:
