@@ -25,7 +25,6 @@ from bandmaster.contract import Launch
 from bandmaster.errors import ArgumentError, UsageError
 from bandmaster.groups.base import AnyGroup
 from bandmaster.lifecycle.checks import (
-    check_name,
     check_names,
     check_options,
     checked_level,
@@ -104,8 +103,7 @@ class GroupOf(AnyGroup, Generic[W]):
                 f"the first argument of {type(self).__name__} must be a ResourcePool, "
                 f"got {type(pool).__name__} ({pool!r})"
             )
-        check_options(type(self).__name__, name_prefix, start_timeout)
-        check_name(type(self).__name__, name, name_prefix)
+        check_options(type(self).__name__, name, name_prefix, start_timeout)
         directory, level = checked_output(type(self).__name__, output), checked_level(type(self).__name__, logging)
         cls, args, kwargs, options = unwrap(worker_class, args, kwargs)
         if issubclass(cls, GroupOf):

@@ -77,40 +77,28 @@ def check_names(cls: type[Worker], methods: Collection[str], taken: Collection[s
         )
 
 
-def check_name(owner: str, name: object, name_prefix: object = None) -> None:
-    """Check the name of a group.
+def check_options(owner: str, name: object, name_prefix: object, start_timeout: object) -> None:
+    """Check the types of a group's options.
 
     Args:
         owner: Name of the group's class, for messages.
-        name: The name, or None.
+        name: The name of the group, or None.
         name_prefix: The option of that name, which is put before the name of the class.
+        start_timeout: The option of that name, in seconds.
 
     Raises:
-        UsageError: ``name`` is neither a string of printable characters nor None, or both are given.
+        UsageError: ``name`` is neither a string of printable characters nor None, ``name_prefix`` is neither a string
+            nor None, or both are given; or ``start_timeout`` is neither a non-negative number nor None.
     """
     if name is not None and not (isinstance(name, str) and name and name.isprintable()):
         raise UsageError(f"name of {owner} must be a string of printable characters, got {name!r}")
+    if not isinstance(name_prefix, str | None):
+        raise UsageError(f"name_prefix of {owner} must be a string, or None for the pool's prefix, got {name_prefix!r}")
     if name is not None and name_prefix is not None:
         raise UsageError(
             f"{owner} got both name={name!r} and name_prefix={name_prefix!r}, which is put before the name of the "
             "class; give one of them"
         )
-
-
-def check_options(owner: str, name_prefix: object, start_timeout: object) -> None:
-    """Check the types of a group's options.
-
-    Args:
-        owner: Name of the group's class, for messages.
-        name_prefix: The option of that name.
-        start_timeout: The option of that name, in seconds.
-
-    Raises:
-        UsageError: ``name_prefix`` is neither a string nor None, or ``start_timeout`` is neither a non-negative
-            number nor None.
-    """
-    if not isinstance(name_prefix, str | None):
-        raise UsageError(f"name_prefix of {owner} must be a string, or None for the pool's prefix, got {name_prefix!r}")
     checked_seconds(f"start_timeout of {owner}", start_timeout)
 
 

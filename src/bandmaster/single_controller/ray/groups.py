@@ -102,7 +102,7 @@ class RayWorkerGroup(WorkerGroup):
                 raise UsageError(
                     f"{name} of RayWorkerGroup must be True or False, got {flag!r}; name_prefix and mesh are keywords"
                 )
-        check_options("RayWorkerGroup", name_prefix, start_timeout)
+        check_options("RayWorkerGroup", None, name_prefix, start_timeout)
         self.ray_cls_with_init = ray_cls_with_init
         self.resource_pool = resource_pool
         self.device_name = device_name
