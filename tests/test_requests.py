@@ -1136,7 +1136,7 @@ def test_mistakes_are_errors_before_anything_is_sent(group, send, message):
 
 
 def test_options_that_would_be_ignored_are_refused(group):
-    with pytest.raises(bm.UsageError, match=r"chat.all\(...\) goes to all replicas; leave out replica=1, or .all"):
+    with pytest.raises(bm.UsageError, match=r"chat.all\(...\) goes to all replicas, once; leave out replica=1, or"):
         group.chat.options(replica=1).all("a")
     with pytest.raises(bm.UsageError, match=r"a map has its own: chat.map\(..., maxsize=\)"):
         group.chat.options(maxsize=1).map(["a"])
@@ -1145,7 +1145,7 @@ def test_options_that_would_be_ignored_are_refused(group):
 
 
 def test_those_that_are_never_sent_again(group):
-    with pytest.raises(bm.UsageError, match=r"chat.all\(...\), which goes to all replicas, is never sent again"):
+    with pytest.raises(bm.UsageError, match=r"goes to all replicas, once; leave out retries=1, or .all"):
         group.chat.options(retries=1).all("a")
     with pytest.raises(
         bm.UsageError, match=r"yields.stream\(...\), whose items may have been read, is never sent again"

@@ -79,16 +79,11 @@ class RequestMethod(AnyMethod, Generic[P, G]):
             UsageError: The method yields items, or ``retries``, ``replica`` or ``min_version`` is set.
         """
         self._check_has_value()
-        self._check_no_retries(f"{self._spec.name}.all(...)", "which goes to all replicas")
-        if self._how.min_version is not None:
-            raise UsageError(
-                f"{self._spec.name}.all(...) goes to all replicas, whichever version they have; leave out "
-                f"min_version={self._how.min_version}"
-            )
-        if self._how.replica is not None:
-            raise UsageError(
-                f"{self._spec.name}.all(...) goes to all replicas; leave out replica={self._how.replica}, or .all"
-            )
+        for name in ("retries", "replica", "min_version"):
+            if (value := getattr(self._how, name)) != getattr(ANY, name):
+                raise UsageError(
+                    f"{self._spec.name}.all(...) goes to all replicas, once; leave out {name}={value}, or .all"
+                )
         return self._sent(self._made(args, kwargs, Target(is_all=True)))
 
     def map(
@@ -208,7 +203,11 @@ class RequestMethod(AnyMethod, Generic[P, G]):
         spec = self._spec
         if not spec.is_generator:
             raise UsageError(f"{spec.label} has one value and no stream, as it does not yield; call {spec.name}(...)")
-        self._check_no_retries(f"{spec.name}.stream(...)", "whose items may have been read")
+        if self._how.retries:
+            raise UsageError(
+                f"{spec.name}.stream(...), whose items may have been read, is never sent again; leave out "
+                f"retries={self._how.retries}"
+            )
         run = self._made(args, kwargs)
         assert isinstance(run, GeneratorRequest), "the method yields"
         stream: RequestStream[Any] = RequestStream(run, self._group)
@@ -254,7 +253,3 @@ class RequestMethod(AnyMethod, Generic[P, G]):
     def _check_has_value(self) -> None:
         if self._spec.is_generator:
             raise UsageError(f"{self._spec.label} yields items: iterate over {self._spec.name}.stream(...)")
-
-    def _check_no_retries(self, what: str, why: str) -> None:
-        if self._how.retries:
-            raise UsageError(f"{what}, {why}, is never sent again; leave out retries={self._how.retries}")
