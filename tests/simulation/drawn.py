@@ -47,6 +47,7 @@ class Kind(NamedTuple):
         aiming: Share of requests that name their replica, or go to all of them.
         limiting: Share of calls that have a limit of time themselves.
         closing: Share of steps in which a thread closes the group, which others use.
+        acting: Share of steps in which a call stands still that is ended, perhaps with a rank or the group.
     """
 
     n_ranks: int
@@ -77,6 +78,7 @@ class Kind(NamedTuple):
     aiming: float = 0.0
     limiting: float = 0.0
     closing: float = 0.0
+    acting: float = 0.0
 
     @classmethod
     def drawn(cls, seed: int) -> Kind:
@@ -109,6 +111,7 @@ class Kind(NamedTuple):
             aiming=random.Random(f"aiming {seed}").choice([0.0, 0.0, 0.4]),
             limiting=random.Random(f"limiting {seed}").choice([0.0, 0.0, 0.3]),
             closing=random.Random(f"closing {seed}").choice([0.0, 0.0, 0.0, 0.02]) if faults > 0.4 else 0.0,
+            acting=random.Random(f"acting {seed}").choice([0.0, 0.0, 0.0, 0.05]) if faults > 0.4 else 0.0,
         )
         if draw.random() < 0.85:
             if draw.random() < 0.85:
@@ -116,9 +119,9 @@ class Kind(NamedTuple):
             calling = draw.choice([0.1, 0.3, 0.6])  # each of its calls stands for several
             circling = random.Random(f"circling {seed}").choice([0.0, 0.2, 0.5])
             drawn = drawn._replace(turning=0.0, stalling=0.0, n_steps=min(drawn.n_steps, 50))
-            return drawn._replace(calling=calling, circling=circling)
+            return drawn._replace(calling=calling, circling=circling, acting=0.0)
         return drawn._replace(
-            is_inprocess=True, n_hosts=0, cutting=0.0, stalling=0.0, dying=0.0, n_interrupts=0, retrying=0.0
+            is_inprocess=True, n_hosts=0, cutting=0.0, stalling=0.0, dying=0.0, n_interrupts=0, retrying=0.0, acting=0.0
         )
 
 

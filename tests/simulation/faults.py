@@ -15,6 +15,8 @@ from simulation.world import START
 if TYPE_CHECKING:
     from simulation.program import Program
 
+ENDED_S = 5.0 + 2.0 + 0.5  # from `stall_after` to the error of a thread that waits: see docs/stalls.md
+RENEWED_S = 120.0  # most that a renewal takes, during which other calls may have to end
 NOTICED_S = 2.0 + 0.5  # after `stall_after`: the goal, and what a busy machine adds
 
 
@@ -97,3 +99,43 @@ def stall(program: Program, draw: random.Random) -> None:
             began = max(began, program.ended(sent) - lasts_s)
         late_s = told[0].at - 1.7e9 + START - began - after_s if told else 0.0
         world.check(late_s < NOTICED_S, f"told {late_s:.1f} s late of a call that stands still", token, shape)
+
+
+def act(program: Program, draw: random.Random) -> None:
+    """Have a call stand still whose policy ends it, and perhaps a rank or the group; check that both end, and go on."""
+    world, kind = program.world, program.kind
+    after_s, policy = draw.choice([2.0, 5.0]), draw.choice(["raise", "replace", "restart"])
+    plan = Plan(6 * after_s, is_deaf=draw.random() < 0.3)
+    sent = Sent(next(program.tokens), draw.choice(["work", "ask"]), plan)
+    if sent.method == "work":
+        sent.plans = {draw.randrange(kind.n_ranks): plan}
+    program.by_token[sent.token] = sent
+    program.is_renewed = True
+    world.note("stands still", sent.token, sent.method, plan, after_s, policy)
+    began = world.now
+    try:
+        method = getattr(program.group, sent.method).options(stall_after=after_s, on_stall=policy, timeout=None)
+        value = method(sent.token)
+        program.judge(sent, value if sent.method == "work" else value.result())
+    except bm.Stalled as error:
+        sent.cancel_at(world.now)
+        world.note("is stalled", sent.token, error.renewal is not None)
+        world.check((error.renewal is None) == (policy == "raise"), "the policy of another call", policy, error)
+        late_s = world.now - began - after_s
+        world.check(not program.is_alone or late_s < ENDED_S, f"a call is ended {late_s:.1f} s late", sent.token)
+        in_turn = program.turns is not None and any(name == world.current.name for name, _ in program.turns.inside)
+        if error.renewal is not None and not in_turn:  # which a turn of both groups holds up
+            sync._block(error.renewal.done, RENEWED_S, "a renewal")
+            world.check(error.renewal.done(), "a renewal does not end", sent.token, policy)
+            program.world.note("renewed", repr(error.renewal.exception()))
+    except bm.BandmasterError as error:
+        program.judge(sent, error)
+        world.check(not program.is_alone, "a call does not end as it should", sent.token, error)
+        return
+    else:
+        world.check(not program.is_alone, "a call goes on that stands still", sent.token)
+        return
+    if program.is_alone:
+        if policy == "raise" and plan.is_deaf:  # the rank is ended, after a while
+            program.group.restart()
+        program.group.work(next(program.tokens))

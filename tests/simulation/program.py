@@ -183,6 +183,9 @@ class Program:
         if is_main and not (kind.n_interrupts or kind.n_hosts) and draw.random() < kind.stalling:
             faults.stall(self, draw)
             return
+        if kind.acting and draw.random() < kind.acting and not (is_main and kind.n_interrupts):
+            faults.act(self, draw)
+            return
         if kind.closing and not self.is_closing and draw.random() < kind.closing:
             faults.close(self, draw)
             return
@@ -586,6 +589,13 @@ class Program:
         for row, value in zip(rows, values, strict=True):
             self.judge(sent.parts[row], value)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing but the main thread and what it asks for changes anything."""
+        kind = self.kind
+        shares = kind.dying, kind.retrying, kind.cancelling, kind.cutting, kind.closing, kind.raising, kind.turning
+        return not (kind.n_threads or any(shares))
+
     def has_died(self) -> bool:
         return any(not rank.is_alive for rank in self.world.zygote.ranks.values())  # type: ignore[attr-defined]
 
@@ -654,6 +664,7 @@ class Program:
         if (
             self.is_cut
             or self.is_closing
+            or self.kind.acting  # ranks that do not stop may be ended a while after a call
             or self.kind.n_hosts
             or self.kind.is_inprocess
             or self.kind.calling
@@ -680,13 +691,14 @@ class Program:
         ranks = world.zygote.ranks.values()  # type: ignore[attr-defined]
         self.group = self.turns = self.callers = None
         self.calls.clear()
-        gc.collect()  # maps that Ctrl-C has left, which the frames of its traceback refer to
-        with suppress(WorldEnded):
-            sync._block(
-                lambda: len(world.tasks) == 1 and not any(rank.is_alive for rank in ranks),
-                SETTLED_S,
-                "the end of threads",
-            )
+        for _ in range(2):  # maps that Ctrl-C has left, to which frames refer: of its traceback, and of threads that end
+            gc.collect()
+            with suppress(WorldEnded):
+                sync._block(
+                    lambda: len(world.tasks) == 1 and not any(rank.is_alive for rank in ranks),
+                    SETTLED_S,
+                    "the end of threads",
+                )
         world.check(len(world.tasks) == 1, "threads are left", world.tasks)
         gc.collect()
         world.check(not world.files, "descriptors are left", world.files)
@@ -717,6 +729,7 @@ class _Log(logging.Handler):
         is_left = World.has_ever_killed and "never retrieved" in text  # by a loop of a process that was killed,
         is_left |= World.has_ever_killed and "was destroyed but" in text  # perhaps in a program before this one
         is_left &= record.name == "asyncio"
+        is_left |= "on_stall" in text and not self._world.program.is_alone  # type: ignore[attr-defined]
         if not (self._world.current.is_killed or ThreadEnds.__name__ in text or is_left):
             self._world.fail(f"the library has logged: {text}")
 
