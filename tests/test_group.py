@@ -8,12 +8,16 @@ import pydoc
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
+from ctrl_c import done_when
+from ends import in_another_thread
 
 import bandmaster as bm
 from bandmaster import Broadcast, Dispatch, Execute, Gather, Mesh, Only, Reduce, Split, TransferProtocol, register
+from bandmaster.wire.lane import Lane
 
 pytestmark = pytest.mark.backends("inprocess", "local")
 on_all = pytest.mark.backends("inprocess", "local", "ray")
@@ -430,6 +434,24 @@ def test_a_rank_that_could_not_be_replaced_is_dead_until_it_is(make_group, tmp_p
     group.replace(1)
     assert group.healthy
     assert group.echo(1) == [1, 1]
+
+
+@pytest.mark.backends("local")
+def test_other_threads_see_all_workers_while_one_is_replaced(make_group, tmp_path):
+    group, seen = make_group(3, Fragile, tmp_path / "refusal"), []
+    with bm.trace() as trace:
+        group.echo(1)
+
+    def look():
+        seen.append([worker.rank for worker in group.workers])
+        seen.append(sorted(trace.calls[0].stacks()))
+
+    def is_replaced(frame, kind, what):
+        return kind == "call" and frame.f_code is Lane.close.__code__
+
+    with done_when(is_replaced, partial(in_another_thread, look)):
+        group.replace(1)
+    assert seen == [[0, 1, 2], [0, 2]]
 
 
 def test_a_group_that_could_not_be_restarted_is_dead_until_it_is(make_group, tmp_path):

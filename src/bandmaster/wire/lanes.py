@@ -416,10 +416,9 @@ class LaneClient(Client):
         before = self._lanes.pop(rank, None)
         if before is not None:
             self._poller.ignore(before.fileno())
-            del self.processes[rank]
             before.close()
         self._lanes[rank] = Lane(sock, self._writer, rank, self._buffer)
-        self.processes[rank] = pid
+        self.processes[rank] = pid  # in one step: threads that tell of workers do not hold the lock
         self._open[rank], self._requests[rank] = {}, {}
         self._clear(rank)
         self._poller.watch(sock.fileno(), partial(self._take, rank))
