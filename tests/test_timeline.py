@@ -15,10 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ends import until
+from ctrl_c import done_when
+from ends import in_another_thread, until
 
 import bandmaster as bm
-from bandmaster import Dispatch, register
+from bandmaster import CallRecord, Dispatch, register
 from bandmaster.timeline import Call, Finding, Moments, Run, Sample, Timeline, Waits, diagnosis, findings
 from bandmaster.timeline.lanes import CONTROLLER, Item, lanes_of, stacked
 
@@ -227,6 +228,29 @@ class Gate(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def note(self):
         pass
+
+
+@pytest.mark.backends("local")
+def test_replies_that_come_as_the_picture_is_made_are_in_the_next_one(backend, tmp_path):
+    class Late(bm.Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def wait_for(self, gate):
+            while self.rank and not gate.exists():
+                time.sleep(0.01)
+
+    def is_placed(frame, kind, what):
+        return kind == "call" and frame.f_code is CallRecord.place.__code__
+
+    def reply():
+        (tmp_path / "gate").touch()
+        in_another_thread(future.result)
+
+    with bm.ResourcePool([2], backend=backend) as pool, bm.trace() as trace:
+        future = bm.WorkerGroup(pool, Late).wait_for.submit(tmp_path / "gate")
+        until(lambda: trace.calls[0].replied)
+        with done_when(is_placed, reply):
+            assert repr(trace.timeline()) == "<Timeline of 1 call on 1 rank>"
+        assert repr(trace.timeline()) == "<Timeline of 1 call on 2 ranks>"
 
 
 @pytest.mark.backends("local")

@@ -102,8 +102,8 @@ class Run:
         calls = [Call.of(record) for record in records]
         end = max([call.end for call in calls], default=0.0)
         places: dict[Rank, str] = {}
-        for record in records:
-            for rank in record.replied:
+        for record, call in zip(records, calls, strict=True):
+            for rank in call.moments:
                 if (record.group, rank) not in places:
                     places[record.group, rank] = record.place(rank)
         under_way, until = {(call.group, call.method) for call in calls if call.done is None}, trace.began + end + 1.0
