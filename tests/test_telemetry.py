@@ -11,6 +11,7 @@ import urllib.request
 
 import numpy as np
 import pytest
+from ctrl_c import interrupted_when
 from ends import until
 
 import bandmaster as bm
@@ -342,6 +343,48 @@ def test_a_collector_that_is_gone_disturbs_no_call(actor, caplog):
         assert actor.answer.submit(3).result() == 3
     assert figure(telemetry.metrics(), "bandmaster_call_seconds_count", group=actor.name, method="Actor.answer") == 1.0
     provider.shutdown()
+
+
+class Held(SpanExporter):
+    """Exports nothing before it is let go on."""
+
+    def __init__(self):
+        self.has_begun, self.may_go = threading.Event(), threading.Event()
+
+    def export(self, spans):
+        self.has_begun.set()
+        self.may_go.wait(60)
+        return SpanExportResult.SUCCESS
+
+
+def test_a_telemetry_whose_end_ctrl_c_interrupts_leaves_its_port_free(actor):
+    provider, exporter = TracerProvider(), Held()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+
+    def is_waited_for(frame, kind, what):
+        return kind == "call" and frame.f_code is threading.Thread.join.__code__
+
+    with interrupted_when(is_waited_for), Telemetry(port=0, provider=provider, interval=0.01) as telemetry:
+        actor.answer.submit(3).result()
+        assert exporter.has_begun.wait(60)
+    with Telemetry(port=int(telemetry.url.split(":")[2].split("/")[0])):
+        exporter.may_go.set()
+    telemetry.close()
+    provider.shutdown()
+
+
+class Refusing(TracerProvider):
+    def get_tracer(self, *args, **kwargs):
+        raise OSError("no certificate")
+
+
+def test_a_telemetry_whose_provider_has_no_tracer_leaves_nothing_open(actor):
+    with Telemetry(port=0) as telemetry:
+        port = int(telemetry.url.split(":")[2].split("/")[0])
+    with pytest.raises(OSError, match="no certificate"):
+        Telemetry(port=port, provider=Refusing())
+    with Telemetry(port=port):
+        pass
 
 
 def test_mistakes_are_errors_before_anything_is_begun(actor):

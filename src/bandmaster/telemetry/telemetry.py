@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -93,28 +94,28 @@ class Telemetry:
             raise UsageError(
                 f"provider must be a TracerProvider, to which exporters are added, got {type(known).__name__}"
             )
-        self.trace = trace()
-        self._zero = time.monotonic() - (time.time() - self.trace.began)
-        self.url: str | None = None
-        self._figures = Figures()
-        self._server = None
-        try:
+        with contextlib.ExitStack() as closing:
+            self.trace = closing.enter_context(trace())
+            self._zero = time.monotonic() - (time.time() - self.trace.began)
+            self.url: str | None = None
+            self._figures = Figures()
             if port is not None:
-                self._server, self._server_thread = start_http_server(port, host, self._figures.registry)
-                self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_port}/metrics"
-        except BaseException:
-            self.trace.stop()
-            raise
-        self._spans = Spans(known, self.trace.began, phases or {}, model)
-        self._interval_s, self._budget = interval, budget
-        self._recent: deque[Call] = deque(maxlen=MOST_RECENT)
-        self._uncounted: deque[CallRecord] = deque()
-        self._unsent: deque[Call] = deque()  # those without spans
-        self._last_stall = max([stall.at for stall in stalls()], default=0.0)
-        self._is_over = threading.Event()
-        self._has_warned = False
-        self._thread = threading.Thread(target=self._run, name="bandmaster-telemetry", daemon=True)
-        self._thread.start()
+                server, thread = start_http_server(port, host, self._figures.registry)
+                for end in (thread.join, server.server_close, server.shutdown):  # the last one first
+                    closing.callback(end)
+                self.url = f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics"
+            self._spans = Spans(known, self.trace.began, phases or {}, model)
+            self._interval_s, self._budget = interval, budget
+            self._recent: deque[Call] = deque(maxlen=MOST_RECENT)
+            self._uncounted: deque[CallRecord] = deque()
+            self._unsent: deque[Call] = deque()  # those without spans
+            self._last_stall = max([stall.at for stall in stalls()], default=0.0)
+            self._is_over = threading.Event()
+            self._has_warned = False
+            closing.callback(self._is_over.set)
+            self._thread = threading.Thread(target=self._run, name="bandmaster-telemetry", daemon=True)
+            self._thread.start()
+            self._closing = closing.pop_all()
 
     def metrics(self) -> str:
         """The figures in Prometheus's text format, as far as calls were counted."""
@@ -132,12 +133,8 @@ class Telemetry:
         """Stop to record, tell of the calls that are left, for ten seconds at most, and stop serving figures."""
         self.trace.stop()
         self._is_over.set()
-        self._thread.join()
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server_thread.join()
-            self._server = None
+        with self._closing:  # also if Ctrl-C ends the wait for the thread
+            self._thread.join()
 
     def __enter__(self) -> Telemetry:
         return self
