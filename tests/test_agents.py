@@ -180,10 +180,15 @@ def test_a_rank_is_dead_whose_replacement_ctrl_c_interrupts_before_it_is_constru
         assert len(group.process()) == 2
 
 
+def server_here():
+    """The agent of this process."""
+    (server,) = [one for one in gc.get_objects() if type(one) is AgentServer]
+    return server
+
+
 def groups_here():
     """The groups that the agent of this process has ranks of."""
-    (server,) = [one for one in gc.get_objects() if type(one) is AgentServer]
-    return [name.split()[0] for name in server.groups]
+    return [name.split()[0] for name in server_here().groups]
 
 
 def interrupted(group):
@@ -718,6 +723,12 @@ class Odd(Maker):
     def double(self, rows):
         return rows * 2
 
+    @register(Dispatch.ONE_TO_ALL)
+    def cut_off(self, rank):
+        """Have one rank end the connections by which its agent passes calls on."""
+        for below in server_here()._below.values() if self.rank == rank else ():
+            below._socket.shutdown(socket.SHUT_RDWR)
+
     @register(Dispatch.REQUEST, concurrency=4)
     async def items(self, sizes):
         for size in sizes:
@@ -819,6 +830,15 @@ def test_the_loss_of_a_host_that_passes_calls_on_ends_calls_and_is_named():
         with pytest.raises(bm.WorkerDied, match=r"rank 0 .*host0.* is lost"):
             while True:
                 group.process()
+        group.restart()
+        assert len(set(group.process())) == 7
+
+
+def test_a_host_that_no_calls_can_be_passed_on_to_is_lost_though_it_answers_the_controller():
+    with group_in_a_tree("hosts-to-lose") as group:
+        with pytest.raises(bm.WorkerDied, match=r"rank 5 .*host3 .* is lost: host host0 cannot pass calls on to it"):
+            while True:
+                group.cut_off.options(timeout=30)(0)
         group.restart()
         assert len(set(group.process())) == 7
 

@@ -49,7 +49,7 @@ from bandmaster.wire.status_page import AGENT, announce
 
 MAX_STRANGERS = 64  # connections that have not proved that they know the secret; the oldest makes room for another
 ACCEPT_AGAIN_S = 0.2  # after a connection could not be accepted
-LOOK_S = 1.0  # how often to look whether the host of the controller, or of another caller, is gone
+LOOK_S = 1.0  # how often to look whether the host of the controller, of a caller, or of an agent below is gone
 OUTPUT_POLL_S = 0.01  # how often to look whether a link takes more of the output of workers
 _log = logging.getLogger(__name__)
 
@@ -183,7 +183,9 @@ class AgentServer:
         if other is self._controller:
             raise Closed(why)
         self._poller.ignore(other.fileno())
-        self._below = {address: below for address, below in self._below.items() if below is not other}
+        for address in [address for address, below in self._below.items() if below is other]:
+            del self._below[address]
+            self._controller.post(FrameKind.CUT, address, why)
         for ranks in self.groups.values():
             ranks.below = [below for below in ranks.below if below is not other]
         for key in [key for key in self._called if key[0] is other]:
@@ -191,7 +193,7 @@ class AgentServer:
         other.close()
 
     def _end_what_is_cut(self) -> None:
-        for other in {self._controller, *[caller for caller, _ in self._called]}:
+        for other in {self._controller, *self._below.values(), *[caller for caller, _ in self._called]}:
             if other.is_cut:
                 self._end(other, NO_ANSWER)
 
@@ -220,7 +222,7 @@ class AgentServer:
         kind, content, large = message
         if kind == FrameKind.FORWARD:
             below = self._below.get(content[0])
-            if below is not None:  # else the controller has been told that it is gone, or will be
+            if below is not None:  # else the controller has been told that it is gone
                 below.post(content[1], *content[2], large=large)
         elif kind == FrameKind.RELEASE:
             for key in content[0]:

@@ -86,6 +86,7 @@ class FrameKind(IntEnum):
     ROWS = 14  # why there are none; "" if payload 0 has them
     RELAY = 15  # number, method and parts of a call that the controller is to make; no method if it is cancelled
     RELAYED = 16  # number of that call, a `ReplyKind` (FAILURE, ITEM, else VALUE), and the part of what came
+    CUT = 17  # address of an agent that calls cannot be passed on to any more, and why
 
 
 class Message(NamedTuple):

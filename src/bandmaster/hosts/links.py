@@ -211,6 +211,9 @@ class AgentLinks(Client):
                 self._finish(ticket, content[1])
         elif kind == FrameKind.RELAY:
             self.relays[0](self, agent, message)
+        elif kind == FrameKind.CUT:
+            for other in [one for one in self.agents.values() if one.address == content[0]]:
+                self.lose(other, f"host {agent.host} cannot pass calls on to it any more: {content[1]}")
 
     def lose(self, agent: Agent, why: str = CLOSED) -> None:
         """Take the end of an agent, or close the link to it."""
