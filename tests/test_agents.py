@@ -4,6 +4,7 @@ The same on real Ray and separate networks is in test_hosts.py.
 """
 
 import contextlib
+import errno
 import gc
 import itertools
 import os
@@ -729,6 +730,13 @@ class Odd(Maker):
         for below in server_here()._below.values() if self.rank == rank else ():
             below._socket.shutdown(socket.SHUT_RDWR)
 
+    @register(Dispatch.ONE_TO_ALL)
+    def have_no_network(self):
+        def refuse(*args, **options):
+            raise OSError(errno.ENETUNREACH, "the network is unreachable")
+
+        socket.create_connection = refuse
+
     @register(Dispatch.REQUEST, concurrency=4)
     async def items(self, sizes):
         for size in sizes:
@@ -798,6 +806,17 @@ print([ranks.below == [server._below[below.address]] for ranks in server.groups.
 def test_groups_that_form_trees_at_once_share_the_link_between_two_agents_on_which_calls_keep_their_order():
     done = subprocess.run([sys.executable, "-c", TREES_AT_ONCE], capture_output=True, text=True, check=False)
     assert done.stdout == "[True, True]\n", done.stderr
+
+
+def test_hosts_that_cannot_connect_to_each_other_are_named_as_a_group_starts():
+    with bm.ResourcePool([1, 1, 1, 1], backend="hosts-to-lose") as pool, pytest.MonkeyPatch.context() as patch:
+        with bm.WorkerGroup(pool, Odd) as group:
+            ports = [agent.address[1] for agent in agents("hosts-to-lose").values()]
+            group.have_no_network()
+        patch.setenv("BANDMASTER_TREE_FROM", "4")
+        place = rf"127\.0\.0\.1:({'|'.join(map(str, ports))})"
+        with pytest.raises(bm.PlacementError, match=rf"host \S+ cannot connect to .* at {place}, .*: .*unreachable"):
+            bm.WorkerGroup(pool, Odd)
 
 
 def test_items_of_any_of_many_hosts_come_in_their_order(tree):

@@ -23,7 +23,7 @@ from typing import Any
 
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED, ShowOutput, Signs, Written
-from bandmaster.errors import ClosedError, ResourceError
+from bandmaster.errors import ClosedError, PlacementError, ResourceError
 from bandmaster.errors.failure import Failure
 from bandmaster.hosts.handshake import Refused, Secret, welcome
 from bandmaster.hosts.link import (
@@ -337,7 +337,7 @@ class AgentServer:
     def relay(self, name: str, addresses: Sequence[Address], n_ranks: int) -> None:
         """Pass calls of a group on to other agents, which have so many ranks of it together."""
         missing = [address for address in addresses if address not in self._below]
-        made = {address: connect(address, self.secret, FOR_RELAY, self._place) for address in missing}
+        made = {address: self._link_below(address) for address in missing}
         with self._lock:
             for address, below in made.items():
                 if address in self._below:  # meanwhile, for another group: calls keep their order on one link alone
@@ -347,6 +347,16 @@ class AgentServer:
                     self._serve(below, self._take)
             ranks = self._group(name)
             ranks.below, ranks.n_below = [self._below[address] for address in addresses], n_ranks
+
+    def _link_below(self, address: Address) -> Link:
+        try:
+            return connect(address, self.secret, FOR_RELAY, self._place)
+        except (OSError, Refused) as error:
+            raise PlacementError(
+                f"host {socket.gethostname()} cannot connect to the agent at {address[0]}:{address[1]}, which it has "
+                f"to pass calls on to: {error}; let the hosts of the cluster connect to each other on all ports, and "
+                "see `bandmaster doctor --ray`"
+            ) from error
 
     def stop(self, name: str, why: str) -> None:
         """End the part of a group."""
