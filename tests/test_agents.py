@@ -481,6 +481,21 @@ def test_a_group_takes_rows_of_another_one_on_other_hosts(group):
         assert other.total(group.make.submit(ROWS)) == [N * (N - 1) // 2] * 2
 
 
+def test_groups_on_the_same_hosts_wait_for_the_same_rows_at_once(group):
+    made = group.make.submit(ROWS)
+    made.exception()
+    last = group.process()[4]
+    with bm.ResourcePool([1, 1], backend="hosts") as pool, bm.ResourcePool([1, 1], backend="hosts") as more:
+        others = [bm.WorkerGroup(one, Maker) for one in (pool, more)]
+        os.kill(last, signal.SIGSTOP)
+        try:
+            futures = [other.total.submit(made[4 * N // 5 :]) for other in others]
+        finally:
+            os.kill(last, signal.SIGCONT)
+        total = int(ROWS["i"][4 * N // 5 :].sum())
+        assert [future.result(30) for future in futures] == [[total] * 2] * 2
+
+
 def test_a_result_is_not_waited_for_longer_than_its_timeout_while_a_host_sends_no_rows(group):
     pids = group.process()
     made = group.make.submit(ROWS)

@@ -272,14 +272,15 @@ class AgentServer:
         """Fetch rows of another host into a segment."""
         pending = self._links.fetch(fetch, lambda _, __, sizes: ranks.workers.reserve(sizes, is_kept=True))
         self._store[fetch.key] = pending, fetch.rows
-        pending.add_done_callback(lambda _: self._go_on(ranks))
+        pending.add_done_callback(lambda _: self._go_on())
 
     # --- from other threads ---
 
-    def _go_on(self, ranks: HostRanks) -> None:
-        """Send the calls whose rows have come."""
+    def _go_on(self) -> None:
+        """Send the calls whose rows have come: several groups may wait for the same ones."""
         with self._lock:
-            ranks.advance()
+            for ranks in self.groups.values():
+                ranks.advance()
         self._poller.wake()
 
     def show(self, written: Written) -> None:
