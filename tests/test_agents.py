@@ -37,16 +37,15 @@ from bandmaster import Dispatch, register
 from bandmaster.backends import get_backend, register_backend
 from bandmaster.callers.reached import FarPlace, FarRanks, ReachedWorkers
 from bandmaster.codec import Payload, encode
-from bandmaster.contract import Reply, RowFacts, WorkerCall
-from bandmaster.errors.failure import Failure, FailureKind
+from bandmaster.contract import RowFacts
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import MAGIC, Refused, Secret, greet, welcome
-from bandmaster.hosts.link import FOR_MESSAGES, FOR_ROWS, FrameKind, Link, Message
+from bandmaster.hosts.link import FOR_MESSAGES, FOR_ROWS, FrameKind, Link
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.workers import AgentWorkers, FarRows
 from bandmaster.testing import BackendContract
 from bandmaster.testing.simulated_hosts import SimulatedHosts
-from bandmaster.wire.messages import Closed, ReplyKind, inline, reply_message
+from bandmaster.wire.messages import Closed
 from bandmaster.wire.segments import SegmentWriter
 
 register_backend("three-hosts", lambda: SimulatedHosts(3))
@@ -284,6 +283,7 @@ from types import SimpleNamespace
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import FrameKind, Message
+from bandmaster.hosts.rows import StoredRows
 from bandmaster.contract import Reply
 from bandmaster.wire.messages import MessageKind, control_message, header_of
 
@@ -305,7 +305,7 @@ class Workers(SimpleNamespace):
 server, rows = AgentServer(Secret.new(), "127.0.0.1", "test", lambda said, shows: (Workers(), (0, 1))), Future()
 server.start("group", None)
 ranks = server.groups["group"]
-server._store[7, 0] = rows, None  # as if they were on their way from another host
+server._store[7, 0] = StoredRows(rows)  # as if they were on their way from another host
 request = [(number, ("method", int(Reply.DROP), (), [(0, (7, 0))], None), False) for number in (1, 2)]
 for rank, one in enumerate(request):
     body = control_message(MessageKind.REQUESTS, [one])[4:]
@@ -557,49 +557,50 @@ def test_an_agent_without_descriptors_accepts_connections_when_it_has_some(group
     assert group.total(made) == [N * (N - 1) // 2] * 5
 
 
-@pytest.fixture
-def kept_rows():
-    """Rows on one of three hosts, a group on another one, and what the agent of that one gets."""
+ROWS_WANTED = """
+from concurrent.futures import Future
+from types import SimpleNamespace
+from bandmaster.hosts.agent import AgentServer
+from bandmaster.hosts.handshake import Secret
+from bandmaster.hosts.rows import Fetch
+
+def fetch(wanted, place):
+    fetched.append(Future())
+    print(wanted.numbers)
+    return fetched[-1]
+
+def want(start, stop):
+    server._fetch(Fetch(("127.0.0.1", 0), (7, 0), "rows", range(start, stop), 10), None)
+
+server, fetched = AgentServer(Secret.new(), "127.0.0.1", "test", None), []
+server._links = SimpleNamespace(fetch=fetch)
+want(0, 6)
+want(1, 3)  # they are on their way
+fetched[0].set_exception(OSError("there is no memory"))
+want(1, 3)
+fetched[1].set_result("rows")
+want(2, 3)
+want(3, 7)
+want(1, 6)
+want(0, 10)
+"""
+
+
+def test_a_host_fetches_the_rows_that_it_lacks_and_all_at_last():
+    done = subprocess.run([sys.executable, "-c", ROWS_WANTED], capture_output=True, text=True, check=False)
+    assert done.stdout == "range(0, 6)\nrange(1, 3)\nrange(3, 7)\nNone\n", done.stderr
+
+
+def test_every_host_with_a_copy_of_rows_is_told_of_their_release():
     mine, theirs = link_pair()
     links = AgentLinks()
     with contextlib.closing(links), contextlib.closing(mine), contextlib.closing(theirs):
         hosts = [Agent(mine, n, f"host{n}", ("127.0.0.1", n), 0) for n in range(3)]
-        rows = [FarRows(hosts[0], links, (7, 0), encode(RowFacts(3, 24, {}).plain))]
-        yield rows, hosts, AgentWorkers("group", links, hosts[1:2]), theirs
-
-
-@pytest.mark.parametrize("kind", FailureKind)
-def test_a_host_fetches_rows_again_after_a_call_that_takes_them_has_failed(kept_rows, kind):
-    rows, _, workers, theirs = kept_rows
-
-    def called():
-        """Call the rank with the rows. Returns the number of the call, and what its host has to fetch."""
-        tickets = {}
-        workers.call([WorkerCall((0,), "use", (), Reply.KEEP, tuple(enumerate(rows)))], tickets)
-        return tickets[0].number, [fetch.key for fetch in theirs.receive().content[2]]
-
-    number, fetched = called()
-    assert fetched == [(7, 0)]
-    assert called()[1] == [], "they are on their way"
-    fails(workers, number, Failure(kind, "there is no memory, or the call was cancelled"))
-    number, fetched = called()
-    assert fetched == [(7, 0)]
-    fails(workers, number, Failure(kind, "of the worker, which had the rows", device="cpu"))
-    assert called()[1] == []
-
-
-def fails(workers, number, failure):
-    reply = reply_message(number, ReplyKind.FAILURE, inline(encode(failure)))[4:]
-    workers.take_replies(Message(FrameKind.REPLIES, ("group", [((0,), reply)]), {}))
-
-
-def test_every_host_with_a_copy_of_rows_is_told_of_their_release_after_one_could_not_fetch_them(kept_rows):
-    rows, hosts, _, _ = kept_rows
-    for host in hosts[1:]:
-        assert rows[0].fetch_to(host, range(3)) is not None
-    rows[0].forget_copies()
-    rows.clear()
-    assert [list(host.released) for host in hosts] == [[(7, 0)]] * 3
+        rows = FarRows(hosts[0], links, (7, 0), encode(RowFacts(3, 24, {}).plain))
+        for host in hosts[1:]:
+            rows.fetch_to(host, range(3))
+        del rows
+        assert [list(host.released) for host in hosts] == [[(7, 0)]] * 3
 
 
 def test_a_connection_for_rows_ends_before_the_other_host_takes_this_one_for_gone(group, monkeypatch):
@@ -745,6 +746,10 @@ class Odd(Maker):
         for below in server_here()._below.values() if self.rank == rank else ():
             below._socket.shutdown(socket.SHUT_RDWR)
 
+    @register(Dispatch.REQUEST, concurrency=2)
+    async def total_here(self, rows):
+        return int(rows["i"].sum())
+
     @register(Dispatch.ONE_TO_ALL)
     def have_no_network(self):
         def refuse(*args, **options):
@@ -848,6 +853,22 @@ def test_rows_are_taken_on_any_of_many_hosts(tree):
     used = tree.use.submit(made.shuffle(seed=3))
     del made  # the call still needs its rows
     assert used.result()["j"].tolist() == np.random.default_rng(3).permutation(N).tolist()
+
+
+def test_rows_are_taken_by_another_way_than_the_one_by_which_a_host_was_told_to_fetch_them(tree):
+    with bm.ResourcePool([1, 1, 1, 1], backend="hosts-in-a-tree") as pool:
+        direct = bm.WorkerGroup(pool, Odd)
+        made = direct.make.submit(ROWS)
+        made.exception()
+        of_host_1, total = made[N // 4 : N // 2], int(ROWS["i"][N // 4 : N // 2].sum())
+        relay = tree.process()[0]  # of host3, too
+        os.kill(relay, signal.SIGSTOP)
+        try:
+            passed_on = tree.total.submit(of_host_1)
+            assert direct.total_here.options(replica=3, timeout=30)(of_host_1).result() == total
+        finally:
+            os.kill(relay, signal.SIGCONT)
+        assert passed_on.result(30) == [total] * 11
 
 
 def test_the_rank_that_fails_among_many_hosts_is_named(tree):

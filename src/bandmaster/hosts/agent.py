@@ -40,9 +40,10 @@ from bandmaster.hosts.link import (
     in_memory,
 )
 from bandmaster.hosts.ranks import HostRanks, WorkersHere
-from bandmaster.hosts.rows import Fetch, RowLinks, RowStore, serve_rows
+from bandmaster.hosts.rows import Fetch, RowLinks, RowStore, StoredRows, serve_rows
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.settings import host_timeout_s
+from bandmaster.rows.table import contains
 from bandmaster.wire.messages import Closed
 from bandmaster.wire.poller import Poller
 from bandmaster.wire.status_page import AGENT, announce
@@ -269,9 +270,16 @@ class AgentServer:
         ranks.take(message, is_passed_on)
 
     def _fetch(self, fetch: Fetch, ranks: HostRanks) -> None:
-        """Fetch rows of another host into a segment."""
+        """Fetch rows of another host into a segment, unless they are here; there is one copy, of all in the end."""
+        copy, n_fetched = self._store.get(fetch.key), len(fetch.rows)
+        if copy is not None and not copy.has_failed:
+            if copy.numbers is None or contains(copy.numbers, fetch.rows):
+                return
+            n_fetched += copy.n_fetched
+        if n_fetched > fetch.n_rows:  # else this host could fetch all rows many times
+            fetch = fetch._replace(rows=range(fetch.n_rows))
         pending = self._links.fetch(fetch, lambda _, __, sizes: ranks.workers.reserve(sizes, is_kept=True))
-        self._store[fetch.key] = pending, fetch.rows
+        self._store[fetch.key] = StoredRows(pending, fetch.numbers, n_fetched)
         pending.add_done_callback(lambda _: self._go_on())
 
     # --- from other threads ---

@@ -25,7 +25,7 @@ from functools import cache
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.settings import is_link_encrypted
 
-MAGIC = b"bandmaster-link-5"  # another number whenever the format of frames changes
+MAGIC = b"bandmaster-link-6"  # another number whenever the format of frames changes
 NONCE_NBYTES = PROOF_NBYTES = 32
 HANDSHAKE_TIMEOUT_S = 5.0
 _CIPHERS = "ADH-AES128-GCM-SHA256:@SECLEVEL=0"  # OpenSSL counts ciphers without certificates as level 0

@@ -21,7 +21,7 @@ from bandmaster.contract import Kept, KeptCopy, Reply, Ticket, WorkerCall, Worke
 from bandmaster.errors import RowsLost
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.link import Link, Message
-from bandmaster.hosts.rows import PendingFetch, RowStore
+from bandmaster.hosts.rows import PendingFetch, RowStore, StoredRows
 from bandmaster.wire.client import RequestTicket
 from bandmaster.wire.messages import (
     CallContent,
@@ -191,11 +191,11 @@ class HostRanks:
         rows, present = {}, {}
         for label, name in names:
             is_key = type(name) is tuple and type(name[0]) is int  # else it is a part
-            found = self._store.get(name) if is_key else (KeptCopy(message.unpack(name)), None)
+            found = self._store.get(name) if is_key else StoredRows(KeptCopy(message.unpack(name)))
             if found is not None:  # else the ranks here do not need them
-                rows[label], numbers = found
-                if numbers is not None:
-                    present[label] = numbers
+                rows[label] = found.rows
+                if found.numbers is not None:
+                    present[label] = found.numbers
         return _QueuedCall(call._replace(present=present), rows)
 
     def advance(self) -> None:
@@ -330,7 +330,7 @@ class HostRanks:
             kind, content, large = _content_of(outcome, number << 24 | rank)
         else:
             kind, content, large = ReplyKind.ROWS, ((number, rank), inline(_described(outcome))), {}
-            self._store[number, rank] = outcome, None
+            self._store[number, rank] = StoredRows(outcome)
         if isinstance(outcome, Failure) and not (ticket.is_dropped or isinstance(ticket, RequestTicket)):
             self._failed[rank] = number, ticket
         return reply_message(number, kind, content, ticket.times and ticket.times[0])[4:], large

@@ -33,9 +33,28 @@ MAX_AT_ONCE = 4  # fetches from one host, which has a thread for each of their c
 
 RowKey = tuple[int, int]
 PendingFetch = Future[Payload]  # rows that are being fetched from another host
-# The rows on a host by their key, until they are released; with the numbers of the rows that a copy of another host's
-# has, None for all.
-RowStore = dict[RowKey, tuple[Kept | PendingFetch, Any]]
+
+
+class StoredRows(NamedTuple):
+    """Rows on a host.
+
+    Attributes:
+        rows: The rows.
+        numbers: The numbers of those of another host's that they are a copy of; None for all.
+        n_fetched: The number of all that were fetched for this copy, and for those before it.
+    """
+
+    rows: Kept | PendingFetch
+    numbers: Any = None
+    n_fetched: int = 0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether they could not be fetched."""
+        return isinstance(self.rows, Future) and self.rows.done() and self.rows.exception() is not None
+
+
+RowStore = dict[RowKey, StoredRows]  # by their key, until they are released
 
 
 class Fetch(NamedTuple):
@@ -45,13 +64,20 @@ class Fetch(NamedTuple):
         address: The address of the agent of that host.
         key: The key of the rows.
         origin: The name of the rows in messages.
-        rows: The numbers of the rows that are needed; None for all.
+        rows: The numbers of the rows that are needed.
+        n_rows: The number of all that there are.
     """
 
     address: Address
     key: RowKey
     origin: str
     rows: Any
+    n_rows: int
+
+    @property
+    def numbers(self) -> Any:
+        """The numbers of the rows that are needed; None for all."""
+        return None if len(self.rows) == self.n_rows else self.rows
 
 
 def serve_rows(link: Link, store: RowStore) -> None:
@@ -75,8 +101,8 @@ def _of_this_host(store: RowStore, key: RowKey, numbers: Any) -> Payload:
     found = store.get(key)
     if found is None:
         raise RowsLost("rows were released on the host that had made them")
-    assert not isinstance(found[0], Future), "rows are fetched from where they were made"
-    payload = found[0].payload()
+    assert not isinstance(found.rows, Future), "rows are fetched from where they were made"
+    payload = found.rows.payload()
     return payload if numbers is None else encode(required_batch(decode(payload)).rows(numbers))
 
 
@@ -134,7 +160,7 @@ class _Fetchers:
                         connection = connect(self._address, self._secret, FOR_ROWS, timeout_s=host_timeout_s())
                         closing.callback(connection.close)
                     connection.place = wanted.place
-                    connection.send(FrameKind.FETCH, fetch.key, fetch.rows)
+                    connection.send(FrameKind.FETCH, fetch.key, fetch.numbers)
                     while (answer := connection.receive()) is None or answer.kind == FrameKind.PONG:
                         pass
                 except BaseException as error:  # there may be no memory

@@ -20,7 +20,7 @@ from bandmaster.hosts.rows import Fetch, PendingFetch, RowKey
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.forks import n_forks, of_parent
 from bandmaster.platform.settings import tree_from
-from bandmaster.rows.table import contains, united
+from bandmaster.rows.table import united
 from bandmaster.wire.client import Client, MessageTicket
 from bandmaster.wire.messages import (
     INLINE_NBYTES,
@@ -51,26 +51,15 @@ class FarRows(KeptElsewhere):
         super().__init__(described)
         self.agent, self.key, self._n_forks = agent, key, n_forks()
         self._links = links.row_links
-        self._copies: dict[Agent, tuple[Any, int]] = {}  # on other hosts: the rows that are there, and all that were
+        self._copies: set[Agent] = set()  # of other hosts, which may have rows of these
         self._pending: list[PendingFetch] = []  # fetches that were not waited for to their ends
         agent.kept.add(key)
         finalize(self, _release, agent, key, self._copies).atexit = False
 
-    def fetch_to(self, agent: Agent, rows: Any) -> Fetch | None:
-        """The fetch by which a host gets some rows; None if it has them. It has one copy, of all rows in the end."""
-        present, n_fetched = self._copies.get(agent, (None, 0))
-        if present is not None and contains(present, rows):
-            return None
-        n_rows = self.facts.n_rows
-        if n_fetched + len(rows) > n_rows:  # else a host could fetch many times all rows
-            rows = range(n_rows)
-        self._copies[agent] = rows, n_fetched + len(rows)
-        return self._fetch(None if len(rows) == n_rows else rows)
-
-    def forget_copies(self) -> None:
-        """Have every host fetch the rows again: one may not have got them."""
-        for agent in self._copies:  # which may still have to be told of the release
-            self._copies[agent] = None, 0
+    def fetch_to(self, agent: Agent, rows: Any) -> Fetch:
+        """What a host has to know to fetch some rows, unless it has them: calls may come to it by several ways."""
+        self._copies.add(agent)
+        return self._fetch(rows)
 
     def payload(self, timeout_s: float | None = None) -> Payload:
         """The encoded rows, in memory of the reader's own. They go on coming if they have not come in time."""
@@ -83,7 +72,7 @@ class FarRows(KeptElsewhere):
         try:
             pending = self._pending.pop()
         except IndexError:
-            pending = self._links.fetch(self._fetch(None))
+            pending = self._links.fetch(self._fetch(range(self.facts.n_rows)))
         try:
             if not wait([pending], timeout_s).done:
                 raise TimeoutError
@@ -96,10 +85,10 @@ class FarRows(KeptElsewhere):
             raise RowsLost(f"{error}; make them again") from None
 
     def _fetch(self, rows: Any) -> Fetch:
-        return Fetch(self.agent.address, self.key, str(self.origin), rows)
+        return Fetch(self.agent.address, self.key, str(self.origin), rows, self.facts.n_rows)
 
 
-def _release(agent: Agent, key: RowKey, copies: Mapping[Agent, Any]) -> None:
+def _release(agent: Agent, key: RowKey, copies: Iterable[Agent]) -> None:
     agent.kept.discard(key)
     for other in (agent, *copies):
         other.released.append(key)
@@ -143,8 +132,8 @@ class _Outgoing:
         self._wanted[rows] = numbers if before is None else united(before, numbers)
 
     def fetches(self, agent: Agent) -> list[Fetch]:
-        """The rows that the host has to fetch."""
-        return [fetch for rows, wanted in self._wanted.items() if (fetch := rows.fetch_to(agent, wanted)) is not None]
+        """The rows that the host has to fetch, unless it has them."""
+        return [rows.fetch_to(agent, wanted) for rows, wanted in self._wanted.items()]
 
 
 class _FromAgent:
@@ -318,12 +307,6 @@ class AgentWorkers(Client):
         receiver = _FromAgent(self.agents, self.links, message)
         for ranks, body in message.content[1]:
             self._take_reply(ranks, body, receiver)
-
-    def _finish(self, ticket: MessageTicket, outcome: Payload | Kept | Failure | None) -> None:
-        if type(outcome) is Failure and not outcome.device:  # else a worker had the rows that the call takes
-            for rows in ticket.holds:
-                rows.forget_copies()
-        super()._finish(ticket, outcome)
 
     def take_deaths(self, deaths: Mapping[int, Failure]) -> None:
         """Take the deaths of ranks; see `links.Group`."""
