@@ -393,6 +393,40 @@ def test_a_rank_is_replaced_while_one_of_another_group_takes_long():
     assert done.stdout == "[(0, {}), (0, {})]\n", done.stderr
 
 
+TAKEN_BY_ANOTHER_THREAD = """
+import os, threading, time
+from types import SimpleNamespace
+from bandmaster.contract import Reply
+from bandmaster.hosts import agent
+from bandmaster.hosts.handshake import Secret
+from bandmaster.hosts.link import FOR_MESSAGES, FrameKind, connect
+from bandmaster.wire.client import MessageTicket
+from bandmaster.wire.messages import call_message
+
+agent.LOOK_S, ticket, secret = 60.0, MessageTicket(1), Secret.new()
+workers = SimpleNamespace(arrivals=os.eventfd(0), reports={}, deaths={}, records=[], rendezvous={})
+workers.put, workers.call, workers.fetch = list, lambda calls, sent: sent.update({0: ticket}), lambda ticket: None
+server = agent.AgentServer(secret, "127.0.0.1", "test", lambda said, shows: (workers, (0,)))
+server.start("group", None)
+threading.Thread(target=server.run, args=(20.0,), daemon=True).start()
+link = connect(server.address, secret, FOR_MESSAGES, timeout_s=10.0)
+message = call_message(1, ("method", int(Reply.DROP), (), (), None), False, False)[4:]
+link.send(FrameKind.CALLS, "group", [(None, message)], [], False)
+while ticket.on_done is None or server._poller._blocked is None:
+    time.sleep(0.001)
+ticket.is_done = True
+ticket.on_done()
+print(link.receive().kind == FrameKind.REPLIES, flush=True)
+os._exit(0)
+"""
+
+
+def test_replies_that_another_thread_of_an_agent_has_taken_are_sent_at_once():
+    """Such as the one that sends what a worker that is busy has not taken yet."""
+    done = subprocess.run([sys.executable, "-c", TAKEN_BY_ANOTHER_THREAD], capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr
+
+
 # --- rows between hosts ---
 
 

@@ -100,6 +100,7 @@ class AgentServer:
         self._strangers: dict[socket.socket, None] = {}  # in the order in which they came
         self._meeting = threading.Lock()
         self._first: Future[Link] = Future()  # the link to the controller
+        self._serving = 0  # the thread that does
         self.take_relayed: Callable[[Message], object] = bool
         start_thread("bandmaster-agent-listener", self._listen)
 
@@ -157,7 +158,7 @@ class AgentServer:
         if not wait([self._first], patience_s).done:
             _log.warning("no controller has connected within %g s", patience_s)
             return
-        self._controller = self._first.result()
+        self._controller, self._serving = self._first.result(), threading.get_ident()
         look_at = 0.0
         with contextlib.suppress(Closed), self._lock:
             self._serve(self._controller, self._take)
@@ -251,7 +252,7 @@ class AgentServer:
         name = message.content[0]
         known, ranks = self.groups.get(name), self._called.get((caller, name))
         if ranks is None and known is not None:
-            ranks = self._called[caller, name] = HostRanks(known.workers, known.ranks, {}, self._poller.wake)
+            ranks = self._called[caller, name] = HostRanks(known.workers, known.ranks, {}, self._wake)
         if ranks is None:  # the group was stopped, as the controller tells the caller when this link has ended
             self._end(caller, "the group was stopped")
         elif message.kind == FrameKind.CALLS:
@@ -290,6 +291,11 @@ class AgentServer:
             for ranks in self.groups.values():
                 ranks.advance()
         self._poller.wake()
+
+    def _wake(self) -> None:
+        """Have replies sent that another thread has taken; the one that serves sends those that it has taken itself."""
+        if threading.get_ident() != self._serving:
+            self._poller.wake()
 
     def show(self, written: Written) -> None:
         """Have the controller show output of a worker; this waits while the link is full."""
@@ -331,7 +337,7 @@ class AgentServer:
         with self._lock:
             why = self._stopped.get(name)
             if why is None:
-                self.groups[name] = HostRanks(workers, ranks, self._store, self._poller.wake)
+                self.groups[name] = HostRanks(workers, ranks, self._store, self._wake)
                 if workers.arrivals is not None:
                     self._poller.watch(workers.arrivals, lambda _: workers.check(is_thorough=False))
         if why is not None:

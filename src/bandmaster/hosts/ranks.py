@@ -252,15 +252,11 @@ class HostRanks:
     def _made(self, rank: int, number: int, item: Any) -> None:
         kind, content, large = _content_of(item, next(self._item_numbers) << 96 | number << 24 | rank)
         self._items.append(((rank,), reply_message(number, kind | ReplyKind.ITEM, content)[4:], large))
-        self._tell_agent()
+        self._wake()
 
     def _is_done(self, rank: int, number: int) -> None:
         self._done.append((rank, number))
-        self._tell_agent()
-
-    def _tell_agent(self) -> None:
-        if self.workers.arrivals is None:  # another thread has received the reply
-            self._wake()
+        self._wake()
 
     def _placed(self, queued: _QueuedCall) -> WorkerCall:
         """A call whose parts and rows are where the workers can read them."""
