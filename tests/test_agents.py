@@ -625,6 +625,43 @@ def test_a_host_fetches_the_rows_that_it_lacks_and_all_at_last():
     assert done.stdout == "range(0, 6)\nrange(1, 3)\nrange(3, 7)\nNone\n", done.stderr
 
 
+ROWS_OF_A_STOPPED_GROUP = """
+from concurrent.futures import Future
+from types import SimpleNamespace
+from bandmaster.errors import ClosedError
+from bandmaster.hosts.agent import AgentServer
+from bandmaster.hosts.handshake import Secret
+from bandmaster.hosts.rows import Fetch
+
+def start(name, shows):
+    def reserve(sizes, is_kept):
+        if name not in server.groups:
+            raise ClosedError("the group was closed")
+        print("memory of", name)
+
+    return SimpleNamespace(arrivals=None, records=[], rendezvous={}, reserve=reserve), (0,)
+
+def fetch(wanted, place):
+    places.append(place)
+    return Future()
+
+server, places = AgentServer(Secret.new(), "127.0.0.1", "test", start), []
+server._links = SimpleNamespace(fetch=fetch)
+for name in "ab":
+    server.start(name, name)
+server._fetch(Fetch(("127.0.0.1", 0), (7, 0), "rows", range(10), 10), server.groups["a"])
+(place,) = places
+place(0, (), (8,))
+del server.groups["a"]  # as it is stopped
+place(0, (), (8,))
+"""
+
+
+def test_rows_that_a_group_waits_for_come_though_another_one_that_had_them_fetched_is_stopped():
+    done = subprocess.run([sys.executable, "-c", ROWS_OF_A_STOPPED_GROUP], capture_output=True, text=True, check=False)
+    assert done.stdout == "memory of a\nmemory of b\n", done.stderr
+
+
 def test_every_host_with_a_copy_of_rows_is_told_of_their_release():
     mine, theirs = link_pair()
     links = AgentLinks()

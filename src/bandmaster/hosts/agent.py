@@ -279,11 +279,18 @@ class AgentServer:
             n_fetched += copy.n_fetched
         if n_fetched > fetch.n_rows:  # else this host could fetch all rows many times
             fetch = fetch._replace(rows=range(fetch.n_rows))
-        pending = self._links.fetch(fetch, lambda _, __, sizes: ranks.workers.reserve(sizes, is_kept=True))
+        pending = self._links.fetch(fetch, lambda _, __, sizes: self._reserve(ranks, sizes))
         self._store[fetch.key] = StoredRows(pending, fetch.numbers, n_fetched)
         pending.add_done_callback(lambda _: self._go_on())
 
     # --- from other threads ---
+
+    def _reserve(self, ranks: HostRanks, sizes: Sequence[int]) -> Payload:
+        """Memory for fetched rows, of another group if that of the ranks was stopped: it may wait for them as well."""
+        for one in (ranks, *self.groups.values()):
+            with contextlib.suppress(ClosedError):
+                return one.workers.reserve(sizes, is_kept=True)
+        raise ClosedError(CLOSED)
 
     def _go_on(self) -> None:
         """Send the calls whose rows have come: several groups may wait for the same ones."""
