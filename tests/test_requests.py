@@ -26,6 +26,7 @@ from ends import until, wait_for
 import bandmaster as bm
 from bandmaster import Dispatch, Only, Route, TransferProtocol, register
 from bandmaster.answering.request_tasks import RequestTasks
+from bandmaster.calls.escalation import DEATH_PATIENCE_S
 from bandmaster.platform.locks import run_if_free
 from bandmaster.requests.router import Router
 from bandmaster.wire.status_page import Activity
@@ -452,6 +453,17 @@ class Pair(bm.Worker):
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError("the first cause")
 
+    @register(TransferProtocol(Route("dp"), Only(tp=0)), concurrency=4, is_idempotent=True)
+    async def step_again(self, path, how):
+        if self.rank == 0:
+            path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.rank == 1:
+            await (asyncio.Event().wait() if how == "waits" else asyncio.sleep(DEATH_PATIENCE_S / 2))
+        else:
+            await asyncio.sleep(2 * DEATH_PATIENCE_S)  # the ranks of the first replica would have been ended by then
+        return self.rank
+
     @register(Dispatch.ONE_TO_ALL)
     def after(self):
         return self.rank
@@ -474,6 +486,14 @@ def test_the_other_ranks_of_a_replica_do_not_wait_for_one_that_has_failed(make_g
         assert "had not stopped 0.5 s after Pair.step failed on rank 1 (ValueError: the first cause)" in str(
             caught.value
         )
+
+
+@pytest.mark.backends("local", "ray")
+@pytest.mark.parametrize("how", ["replies", "waits"])
+def test_a_request_that_was_sent_again_is_not_ended_with_the_ranks_of_the_replica_before(make_group, tmp_path, how):
+    group = make_group(bm.Mesh(dp=2, tp=2), Pair)
+    group.set_default_options(grace=DEATH_PATIENCE_S / 2)
+    assert group.step_again.options(retries=1)(tmp_path / "first", how).result(DEADLINE) == 2
 
 
 def test_requests_and_calls_of_one_caller_begin_in_their_order(make_group):

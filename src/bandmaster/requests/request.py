@@ -135,7 +135,7 @@ class Request(RowsResult):
         self._n_sent_again = 0
         self._why: BaseException | None = None
         self.record: CallTrace | None = None
-        self._is_watched_for_stragglers = False
+        self._watched: Mapping[int, Ticket] | None = None  # the tickets in which stragglers are looked for
 
     def is_submitted(self) -> None:
         """Begin its record, if a trace records."""
@@ -218,16 +218,16 @@ class Request(RowsResult):
         has_replied = 0 < n_ranks == len(sent) and all(ticket.is_done for ticket in list(sent.values()))
         if has_replied and not (self.target.retries and self._is_sent_again(sent)):
             self.end()
-        elif n_ranks > 1 and not (has_replied or self._is_watched_for_stragglers):
-            self._watch_for_stragglers()
+        elif n_ranks > 1 and not (has_replied or self._watched is sent):
+            self._watch_for_stragglers(sent)
 
-    def _watch_for_stragglers(self) -> None:
+    def _watch_for_stragglers(self, sent: Mapping[int, Ticket]) -> None:
         """If a rank has failed, have the others interrupted, which may wait for it."""
         failed = {rank: outcome for rank, outcome in self._outcomes().items() if isinstance(outcome, Failure)}
         if failed:
-            self._is_watched_for_stragglers = True
+            self._watched = sent
             with contextlib.suppress(ResourceError):  # then they are waited for
-                progress.add(_Stragglers(self, failed))
+                progress.add(_Stragglers(self, sent, failed))
 
     def _is_sent_again(self, sent: dict[int, Ticket]) -> bool:
         """Whether its ranks have died, so that it was given back to its router to be sent to others."""
@@ -441,11 +441,16 @@ class _News:
 class _Stragglers:
     """Ends a request on the other ranks of a replica once it has failed on one, for which they may wait.
 
-    It is a watch of the thread of callbacks; see `bandmaster.calls.escalation`.
+    It is a watch of the thread of callbacks; see `bandmaster.calls.escalation`. The request may be sent again.
+
+    Args:
+        request: The request.
+        sent: The tickets of the ranks of that replica.
+        failed: The failures of the ranks that have failed.
     """
 
-    def __init__(self, request: Request, failed: Mapping[int, Failure]) -> None:
-        self.workers, self._request, self._failed = request.workers, request, failed
+    def __init__(self, request: Request, sent: Mapping[int, Ticket], failed: Mapping[int, Failure]) -> None:
+        self.workers, self._request, self._sent, self._failed = request.workers, request, sent, failed
         self._escalation = Escalation(request.site.limits().grace)
         has_died = any(map(_has_died, failed.values()))
         self._escalation.begin(time.monotonic(), DEATH_PATIENCE_S if has_died else PATIENCE_S)
@@ -453,11 +458,11 @@ class _Stragglers:
 
     def look(self) -> bool:
         """Take the steps that are due. Returns whether all ranks have ended the request."""
-        while not self._request.is_done and (step := self._escalation.due(time.monotonic())) is not None:
-            left = self._request.unanswered
+        while not self._is_over and (step := self._escalation.due(time.monotonic())) is not None:
+            left = {rank: ticket for rank, ticket in list(self._sent.items()) if not ticket.is_done}
             if step is Step.INTERRUPT:
                 self.workers.interrupt(left)
-            elif any(map(is_in_debugger, self._request.stacks().values())):
+            elif any(map(is_in_debugger, self._request.router.stacks(left).values())):
                 self._escalation.put_off_the_end(time.monotonic())
             else:
                 rank, failure = next(iter(self._failed.items()))
@@ -465,4 +470,8 @@ class _Stragglers:
                 why += f"{self._request.site.method} failed on rank {rank} ({failure.summary.partition(chr(10))[0]})"
                 self.workers.interrupt(dict.fromkeys(left), why)
         self.due = self._escalation.next
-        return self._request.is_done
+        return self._is_over
+
+    @property
+    def _is_over(self) -> bool:
+        return self._request.is_done or self._request.tickets is not self._sent
