@@ -1412,3 +1412,4 @@ def test_a_replica_of_two_ranks_may_be_asked_back(backend):
         rings[0].set(rings[1])
         rings[1].set(rings[0])
         assert rings[0].beside("beside", "beside").result(DEADLINE) == 0
+        assert rings[0].beside("counted", 40).result(DEADLINE) == list(range(40))

@@ -217,7 +217,7 @@ class RequestMethod(AnyMethod, Generic[P, G]):
     @property
     def runs_beside(self) -> bool:
         """Whether its requests run beside others."""
-        return self._spec.is_async
+        return not Router.of(self._submitter, self._spec).is_exclusive
 
     def _made(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Target | None = None, beside: Beside = ()
