@@ -15,12 +15,13 @@ import time
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import psutil
 import pytest
 from clock import idle_time
-from ctrl_c import pressed
+from ctrl_c import done_when, pressed
 from ends import until, wait_for
 
 import bandmaster as bm
@@ -28,6 +29,7 @@ from bandmaster import Dispatch, Only, Route, TransferProtocol, register
 from bandmaster.answering.request_tasks import RequestTasks
 from bandmaster.calls.escalation import DEATH_PATIENCE_S
 from bandmaster.platform.locks import run_if_free
+from bandmaster.requests.request import Request
 from bandmaster.requests.router import Router
 from bandmaster.wire.status_page import Activity
 
@@ -1545,6 +1547,45 @@ def test_requests_that_are_sent_again(make_group, tmp_path, is_awaited):
     with pytest.raises(bm.WorkerDied, match=r"die_again lost its process on rank .*, and on rank .: ") as caught:
         ask(group.die_again.options(retries=1)())
     assert sorted([first, second, *caught.value.failures]) == [0, 1, 2, 3]
+
+
+class Mortal(bm.Worker):
+    @register(Dispatch.REQUEST, is_idempotent=True)
+    async def die_after(self, path):
+        await asyncio.to_thread(wait_for, path)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.backends("local")
+def test_a_request_that_is_cancelled_as_it_is_sent_again_ends(make_group, tmp_path):
+    group = make_group(2, Mortal)
+    died, held = group.die_after.options(retries=1)(tmp_path / "now"), group.die_after(tmp_path / "never")
+    is_cancelling, is_sending_again = threading.Event(), threading.Event()
+
+    def cancel():
+        with done_when(partial(is_at, Request.cancel), begin):
+            died.cancel()
+
+    def begin():
+        is_cancelling.set()
+        is_sending_again.wait(DEADLINE)
+
+    def go_on():
+        is_sending_again.set()
+        until(lambda: died._call.is_cancelled)
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    assert is_cancelling.wait(DEADLINE)
+    (tmp_path / "now").touch()
+    with done_when(partial(is_at, Router.note_deaths), go_on), pytest.raises(bm.CallCancelled):
+        died.result(DEADLINE)
+    thread.join(DEADLINE)
+    assert died._call.router.open_requests() == [held._call]
+
+
+def is_at(function, frame, kind, _):
+    return kind == "call" and frame.f_code is function.__code__
 
 
 @pytest.mark.backends("local", "ray")

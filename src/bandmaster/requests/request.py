@@ -26,7 +26,7 @@ from bandmaster.requests.arguments import Arguments
 from bandmaster.requests.target import Target
 from bandmaster.rows.kept import KeptPart, KeptRows
 
-_SENDING_AGAIN = threading.Lock()  # held for a moment
+_SENDING_AGAIN = threading.RLock()  # held for a moment, as a request is sent again or cancelled
 LOAD_FRESH_S = 5.0  # a load that was reported longer ago does not count
 LOOK_AROUND_S = 5.0  # another thread may cancel a request while this one waits for it
 
@@ -233,18 +233,18 @@ class Request(RowsResult):
         """Whether its ranks have died, so that it was given back to its router to be sent to others."""
         died = {rank: outcome for rank, ticket in sent.items() if _has_died(outcome := self.workers.fetch(ticket))}
         may_be_sent = self.router.is_idempotent or all(ticket.is_dropped for ticket in sent.values())
-        if not (died and may_be_sent) or self.is_cancelled:
+        if not (died and may_be_sent):
             return False
         self.router.note_deaths(died)
         with _SENDING_AGAIN:
             if self.tickets is not sent:  # by another thread, which has received the reply of another rank
                 return True
-            if self._n_sent_again == self.target.retries:
+            if self.is_cancelled or self._n_sent_again == self.target.retries:
                 return False
             replicas, self.tickets, self.replicas = self.replicas, {}, ()
             self._n_sent_again += 1
             self._lost.update(died)
-        self.router.send_again(self, replicas)
+            self.router.send_again(self, replicas)
         return True
 
     def end(self) -> None:
@@ -279,7 +279,8 @@ class Request(RowsResult):
         if had_ended and not self.is_cancelled:
             return False
         with SigintSafeLock():  # Ctrl-C does not leave a part of it
-            self.is_cancelled = True  # first: it is not sent any more
+            with _SENDING_AGAIN:  # else it would be neither interrupted nor withdrawn
+                self.is_cancelled = True  # first: it is not sent any more
             if self.replicas and not had_ended:
                 self.workers.interrupt(self.unanswered)
             else:
