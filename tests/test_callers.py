@@ -259,6 +259,19 @@ def test_large_values_go_both_ways(agents, n):
 
 
 @pytest.mark.backends("local")
+def test_the_future_of_a_group_that_a_worker_has_made_is_refused_as_an_argument(agents):
+    def ask(rollout):
+        with bm.ResourcePool([1], backend="inprocess") as pool:
+            rows = bm.WorkerGroup(pool, Rollout).double.submit(np.ones(4))
+            for method in rollout.chat, rollout.double:
+                with pytest.raises(bm.ArgumentError, match="gets its arguments by value"):
+                    method.submit(rows)
+            return rollout.double(rows.result()).sum()
+
+    assert agents.do(ask) == [8.0 * 2] * 2
+
+
+@pytest.mark.backends("local")
 def test_large_values_come_from_a_worker_with_many_open_descriptors(backend):
     def double(rollout, array):
         return rollout.chat.options(timeout=DEADLINE)(array).result()[1]

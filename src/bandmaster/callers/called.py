@@ -16,7 +16,7 @@ from bandmaster.calls.future import Future
 from bandmaster.calls.options import FUNCTION, RAISE, REPLACE, RESTART
 from bandmaster.calls.spec import MethodSpec, specs_of
 from bandmaster.calls.submission import Submitter
-from bandmaster.errors import UsageError, suggestion
+from bandmaster.errors import ArgumentError, UsageError, suggestion
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import replicas
@@ -261,6 +261,19 @@ class CalledMethod(RequestMethod[Any, Any]):
         """
         raise UsageError(f"{self._spec.label}.map(...) is for the controller; await single requests")
 
+    def _made(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Target | None = None, beside: Beside = ()
+    ) -> Request:
+        """The request, whose arguments are values: the rows of a future belong to a group of this process alone."""
+        request = super()._made(args, kwargs, target, beside)
+        assert request.arguments is not None, "it was not sent"
+        for group in request.arguments.rows:
+            raise ArgumentError(
+                f"argument {group.names[0]!r} of {self._spec.label} is a future, but group {self._group.name!r} was "
+                "given to this worker, and gets its arguments by value; pass the value that `await` or result() returns"
+            )
+        return request
+
 
 class DirectMethod(CalledMethod):
     """A method of a group whose requests a worker sends to the replicas itself."""
@@ -272,7 +285,7 @@ class DirectMethod(CalledMethod):
         path = path_of_this_call()
         request = super()._made(args, kwargs, target, [*beside, (PATH, path)])
         router, where, reached = request.router, request.target, self._group._workers
-        request.parents = [*request.parents, *self._group._last_collectives()]
+        request.parents = self._group._last_collectives()
         if where.min_version is not None:
             reached.reach_all()  # so that they tell their versions
         processes = reached.processes_for(path)
