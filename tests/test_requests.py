@@ -687,6 +687,29 @@ def test_one_that_waits_for_its_version_ends_with_the_workers(make_group, ends):
     asyncio.run(asyncio.wait_for(main(), DEADLINE))
 
 
+class Stuck(bm.Worker):
+    passed = 0
+
+    @register(Dispatch.REQUEST)
+    def stuck(self):
+        signal.raise_signal(signal.SIGINT)
+        self.passed += 1
+
+    @register(Dispatch.REQUEST)
+    def n_passed(self):
+        return self.passed
+
+
+@pytest.mark.backends("inprocess")
+def test_ctrl_c_interrupts_a_plain_request_in_this_process(make_group):
+    group = make_group(1, Stuck)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            group.stuck()
+    assert group.n_passed().result(DEADLINE) == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 @pytest.mark.backends("inprocess")
 def test_workers_that_another_thread_closes_while_a_request_begins_leave_nothing_behind(make_group):
     group, has_tried = make_group(1, Engine), threading.Event()

@@ -10,11 +10,12 @@ import contextlib
 import itertools
 import os
 import pickle
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ from bandmaster.errors import UsageError
 from bandmaster.errors.failure import REPLACED, Failure, FailureKind
 from bandmaster.platform.locks import SigintSafeLock, check_not_held, run_if_free
 from bandmaster.wire.segment_reader import RowReader, RowReaders
+from bandmaster.wire.status_page import Interrupted
 from bandmaster.worker_process.executor import Executor
 
 
@@ -162,7 +164,11 @@ class InProcessWorkers:
         if rank in self.deaths:
             return Ticket(self.deaths[rank], is_done=True)
         executor, (parts, rows) = self._executors[rank], _read(call)
-        outcome = executor.call(call.method, call.reply, parts, rows, call.is_timed)
+        try:
+            with _interrupted_by_ctrl_c():
+                outcome = executor.call(call.method, call.reply, parts, rows, call.is_timed)
+        except Interrupted as error:
+            outcome = executor.failure(error)
         self._take_reports(rank)
         ticket = Ticket(_received(outcome), is_done=True)
         if executor.times is not None:
@@ -322,6 +328,24 @@ class InProcessWorkers:
             for number in list(self._open[rank]):
                 self._end(rank, number, why)
             self._executors[rank].close()
+
+
+@contextlib.contextmanager
+def _interrupted_by_ctrl_c() -> Iterator[None]:
+    """Have Ctrl-C raise `Interrupted` in the block, and then do what it does, though a lock defers that meanwhile."""
+    if SigintSafeLock.of_main_thread() is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        deferring(number, frame)
+        raise Interrupted("Ctrl-C")
+
+    deferring: Any = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, deferring)
 
 
 def _read(call: WorkerCall) -> tuple[list[Payload], RowReaders]:
