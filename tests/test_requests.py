@@ -512,6 +512,26 @@ def test_requests_and_calls_of_one_caller_begin_in_their_order(make_group):
     assert sorted(group.take()[0][5:]) == [5, 7]
 
 
+@pytest.mark.backends("local")
+def test_those_that_wait_are_cancelled_though_a_thread_looks_for_a_place_for_them(group, gate):
+    ask = group.hold.options(replica=0, timeout=5.0)
+    held = [ask(gate.folder, f"{n}") for n in range(3)]
+    cancel = threading.Thread(target=group.cancel)
+
+    def is_placing(frame, kind, what):
+        return is_at(Router._choose, frame, kind, what) and frame.f_back.f_code is Router._place_waiting.__code__
+
+    def begin():
+        cancel.start()
+        until(lambda: any(request.is_cancelled for request in held[0]._call.router.open_requests()))
+
+    with done_when(is_placing, begin):
+        waits = ask(gate.folder, "waits")
+    with pytest.raises(bm.CallCancelled):
+        waits.result(DEADLINE)
+    cancel.join(DEADLINE)
+
+
 def test_those_that_wait_for_a_place_get_it_in_their_order(make_group):
     group = make_group(1, Ordered)
 

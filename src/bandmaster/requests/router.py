@@ -251,19 +251,18 @@ class Router:
         """Choose replicas for the requests that wait, in their order. The lock is held."""
         self._is_woken, self._n_deaths = False, len(self.workers.deaths)  # first: what comes from here on is not missed
         n_places = sum([max(0, replica.n_places) for replica in self.replicas])
-        kept: list[Request] = []
-        refused: set[int] = set()  # targets for which there is no place
-        while self.waiting and (n_places > 0 or self.waiting[0].target.is_all):  # which needs its rows alone
-            request = self.waiting.popleft()
+        n_kept, refused = 0, set[int]()  # targets for which there is no place
+        while n_kept < len(self.waiting) and (n_places > 0 or self.waiting[n_kept].target.is_all):  # it needs no place
+            request = self.waiting[n_kept]  # where others find it until it is open
             chosen = None if id(request.target) in refused else self._choose(request)
             if chosen is not None:
                 self._put(request, chosen)
+                self.waiting.remove(request)
                 n_places -= 1
                 continue
-            kept.append(request)
+            n_kept += 1
             if request.has_rows and not request.avoids:
                 refused.add(id(request.target))
-        self.waiting.extendleft(reversed(kept))
 
     # --- sending ---
 
