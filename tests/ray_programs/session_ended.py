@@ -74,7 +74,15 @@ for group in (idle, busy):
 with fails(bm.ClosedError, f"the Ray session of pool 'old' {ended}"):
     bm.WorkerGroup(pool, Naps)
 
-connect()
+connect()  # to a Ray that gives this process the same id
+old = RayWorkerGroup, of_actors.resource_pool, RayClassWithInitArgs(Naps)
+for make, *args in ((bm.WorkerGroup, pool, Naps), old):
+    try:
+        make(*args)
+    except bm.ClosedError as error:
+        assert ended in str(error), error
+    else:
+        raise AssertionError("a group was made on slots of a Ray that has ended")
 with bm.ResourcePool([1], backend="ray") as new_pool:
     new = bm.WorkerGroup(new_pool, Naps)
     busy.close()

@@ -37,7 +37,7 @@ class RaySession:
     """
 
     def __init__(self) -> None:
-        self.worker, self._n_forks = ray.get_runtime_context().get_worker_id(), n_forks()
+        self.worker, self._cluster, self._n_forks = *_connected_as(), n_forks()
 
     def __reduce__(self) -> tuple[object, ...]:
         return RaySession, ()  # in another process it is the connection of that process
@@ -47,7 +47,7 @@ class RaySession:
         """Whether Ray uses this connection. If not, Ray's calls start an instance, reach another, or hang in a fork."""
         if self._n_forks != n_forks() or not ray.is_initialized():
             return False
-        return bool(ray.get_runtime_context().get_worker_id() == self.worker)
+        return _connected_as() == (self.worker, self._cluster)
 
     def check(self, what: str) -> None:
         """Check that Ray can still be called for a pool or group that was made in this session.
@@ -64,6 +64,12 @@ class RaySession:
     def ended(self, what: str) -> str:
         """The message of errors about a pool or group whose session has ended."""
         return f"the Ray session of {what} has ended (ray.shutdown()); create the pool and its groups again"
+
+
+def _connected_as() -> tuple[str, str]:
+    """Ray's id of this process, which the first program on each cluster has, and the name of the cluster's session."""
+    context = ray.get_runtime_context()
+    return context.get_worker_id(), context.worker.node.session_name
 
 
 class RayConnection:
