@@ -1,7 +1,11 @@
 """Without a running Ray, pools start one that is large enough for them, and the last one stops it."""
 
 import os
+import signal
+import threading
+import time
 
+import psutil
 import ray
 
 import bandmaster as bm
@@ -38,3 +42,21 @@ except bm.PlacementError as error:
 else:
     raise AssertionError("a GPU pool was placed on a machine without GPUs")
 assert not ray.is_initialized()
+
+
+def press_ctrl_c_as_ray_starts():
+    while not any(child.name() == "gcs_server" for child in psutil.Process().children()):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+before = psutil.Process().children()
+threading.Thread(target=press_ctrl_c_as_ray_starts).start()
+try:
+    bm.ResourcePool([1], backend="ray").reserve()
+except KeyboardInterrupt:
+    assert not ray.is_initialized()
+    psutil.wait_procs(left := set(psutil.Process().children()).difference(before), timeout=20)
+    assert not any(child.is_running() for child in left), f"Ray has left {left}"
+else:
+    raise AssertionError("Ctrl-C was lost")

@@ -19,7 +19,7 @@ from bandmaster.backends.ray.in_worker import teach_codec
 from bandmaster.errors import ClosedError, UsageError
 from bandmaster.platform.forks import n_forks
 from bandmaster.platform.limits import working_directory
-from bandmaster.platform.locks import run_if_free
+from bandmaster.platform.locks import SigintSafeLock, run_if_free
 
 START_TIMEOUT_S = 300.0  # for Ray to start a process
 PLACE = "bandmaster_place"  # custom resource of a private Ray instance; each slot takes one unit
@@ -136,12 +136,13 @@ class RayConnection:
             cluster = running_cluster()
             if cluster is not None:
                 ray.init(cluster, logging_level=logging.WARNING)
+                self._session = RaySession()
             else:
                 options = {"include_dashboard": False, "logging_level": logging.WARNING, "resources": {PLACE: 1e6}}
                 # Ray would start processes for tasks, which groups do not need, beside those that they wait for.
-                ray.init("local", **options, _system_config={"prestart_worker_first_driver": False})
-                self.is_embedded = True
-            self._session = RaySession()
+                with SigintSafeLock():  # Ctrl-C comes then: Ray would leave the processes that it has started
+                    ray.init("local", **options, _system_config={"prestart_worker_first_driver": False})
+                    self.is_embedded, self._session = True, RaySession()
 
     @property
     def _is_ours(self) -> bool:
