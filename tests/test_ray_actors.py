@@ -1,6 +1,7 @@
 """Groups of Ray actors, which verl's callers have: their handles, ObjectRefs, names, and calls that overlap."""
 
 import asyncio
+import inspect
 import os
 import sys
 import time
@@ -11,7 +12,7 @@ import pytest
 from clock import idle_time
 from commands import MINE
 from ctrl_c import done_when, interrupted_when
-from ends import in_another_thread, until
+from ends import in_another_thread, until, wait_until_gone
 from hosts import spread
 from ray.util import list_named_actors
 
@@ -322,6 +323,9 @@ class Naps(bm.Worker):
         time.sleep(seconds)
         return self.rank
 
+    def pid(self):
+        return os.getpid()
+
     @register(Dispatch.ONE_TO_ALL)
     def raise_on(self, rank):
         if self.rank == rank:
@@ -398,6 +402,19 @@ def test_a_group_that_another_thread_closes_as_an_actor_is_replaced_leaves_no_ac
         ):
             group.replace(0)
         until(lambda: not any(name in names for name in list_named_actors()))
+
+
+def test_ctrl_c_as_a_group_is_closed_leaves_no_actor_though_its_handle_is_kept(ray_cluster):
+    def ends_the_first(frame, kind, what):
+        return kind == "call" and frame.f_code is inspect.unwrap(ray_cluster.kill).__code__
+
+    with pool_of(2) as pool:
+        group = group_of(pool, Naps)
+        pids, handles = group.execute_all_sync("pid"), group.workers
+        with interrupted_when(ends_the_first):
+            group.close()
+        wait_until_gone(pids, timeout_s=10.0)
+        assert len(handles) == 2
 
 
 def test_worker_names_can_be_taken_once(ray_cluster):

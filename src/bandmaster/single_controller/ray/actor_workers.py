@@ -505,11 +505,11 @@ class ActorWorkers:
         for rank in self.actors:
             self._client.deaths.setdefault(rank, Failure(FailureKind.DIED, why))
         self._has_lane.clear()
-        actors, self.actors = list(self.actors.values()), {}
         is_left = why == CLOSED and (self._launch.is_detached or self._is_left)
         if not is_left and self._session.is_current:
-            for actor in actors:
+            for actor in list(self.actors.values()):
                 ray.kill(actor)
+        self.actors = {}  # last: this is called again if Ctrl-C comes before
 
     def _is_dead(self, actor: Any) -> bool:
         if not self._session.is_current:
