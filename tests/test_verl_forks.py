@@ -191,6 +191,9 @@ def test_actors_are_found_and_called_as_in_earlier_versions(ray_cluster):
         assert ray.get(handle._get_node_ip.remote()) == ray.util.get_node_ip_address()
         assert ray.get(handle._get_free_port.remote()) > 0 and ray.get(handle.named_rank_plus.remote(2)) == 2
         group.close()
+        again = RayWorkerGroup(pool, RayClassWithInitArgs(Named), name_prefix=prefix)
+        center = ray.get_actor(f"{again.name_prefix}_register_center")
+        assert ray.get(center.get_rank_zero_info.remote())["MASTER_PORT"] == again.master_port
 
 
 # --- Megatron ---

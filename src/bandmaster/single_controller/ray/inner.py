@@ -95,6 +95,7 @@ class StartedGroup(CoreGroup):
         if not self._is_detached:
             self._ownership.why_stopped = ENDED
         super().close()
+        self._register_center = None  # a group of the same prefix makes one of its own
 
 
 StartedGroup.__name__ = "RayWorkerGroup"  # the name that users know, for messages and tables
