@@ -14,6 +14,7 @@ from bandmaster import Dispatch, register
 sys.path.append(str(Path(__file__).parents[1]))
 from clock import idle_time
 
+from bandmaster.single_controller.base import decorator as verl
 from bandmaster.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 
@@ -22,6 +23,10 @@ class Naps(bm.Worker):
     def nap(self, seconds):
         time.sleep(seconds)
         return self.rank
+
+    @verl.register(verl.Dispatch.DP_PROTO, blocking=False)
+    def doze(self, rows):
+        return rows
 
     def on_replace(self, rank, state):
         pass
@@ -50,6 +55,8 @@ busy, idle = bm.WorkerGroup(pool, Naps), bm.WorkerGroup(pool, Naps)
 assert busy.nap(0) == idle.nap(0) == [0]
 of_actors = RayWorkerGroup(RayResourcePool([1], use_gpu=False, cpus_per_worker=0), RayClassWithInitArgs(Naps))
 pending, of_actor = busy.nap.submit(300), of_actors.nap.submit(300)
+attached = RayWorkerGroup.from_detached(worker_handles=of_actors.workers, ray_cls_with_init=Naps)
+of_attached = attached.doze([1])  # behind the nap, and so is what the actors tell of themselves
 ray.shutdown()
 
 ended = "has ended (ray.shutdown()); create the pool and its groups again"
@@ -57,6 +64,8 @@ with fails(bm.WorkerDied, f"the Ray session of group {busy.name!r} {ended}"):
     pending.result(timeout=20)
 with fails(bm.WorkerDied, f"the Ray session of group {of_actors.name!r} {ended}"):
     of_actor.result(timeout=20)
+with fails(bm.WorkerDied, f"the Ray session of group {attached.name!r} {ended}"):
+    of_attached.result(timeout=20)
 with fails(bm.ClosedError, ended):
     of_actors.replace(0)
 assert not ray.is_initialized()

@@ -710,8 +710,8 @@ class AttachedWorkers(ActorWorkers):
 
     def _take_infos(self) -> None:
         """Take the infos that have arrived. An actor sends its own before it replies to any call of this group."""
-        ready = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)[0] if self._asked else []
-        for reference in ready:
+        asked = list(self._asked) if self._can_call_ray() else []
+        for reference in ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else ():
             if (rank := self._asked.pop(reference, None)) is None:
                 continue  # another thread takes it
             info = self.fetch(RayTicket(reference, rank, 0))
