@@ -1,4 +1,4 @@
-"""Pools that are collected as garbage during a call give back their slots, and end the agents of their nodes."""
+"""Pools that are collected during a call, or closed as Ctrl-C comes, give back slots, and end agents of their nodes."""
 
 import signal
 import sys
@@ -11,7 +11,10 @@ import bandmaster as bm
 from bandmaster import Dispatch, register
 
 sys.path.append(str(Path(__file__).parents[1]))
+from ctrl_c import interrupted_when
 from small_ray import small_cluster
+
+from bandmaster.hosts.links import AgentLinks
 
 
 class Echo(bm.Worker):
@@ -28,6 +31,14 @@ cluster.wait_for_nodes()
 ray.init(address=cluster.address, log_to_driver=False)
 
 
+def agents():
+    return [actor for actor in ray._private.state.actors().values() if actor["State"] != "DEAD"]
+
+
+def waits_for_the_agent(frame, kind, what):
+    return kind == "call" and frame.f_code is AgentLinks.answers.__code__
+
+
 def main():
     ignored = []
     sys.unraisablehook = ignored.append
@@ -41,6 +52,16 @@ def main():
         assert group.echo(2, after_s=1.0) == [2, 2]
         assert not dropped
         assert group.echo(3) == [3, 3]
+        closed = bm.ResourcePool([1], backend="ray", placement_timeout=30)
+        bm.WorkerGroup(closed, Echo).close()
+        assert len(agents()) == 2
+        with interrupted_when(waits_for_the_agent):
+            closed.close()
+        deadline = time.monotonic() + 30
+        while len(agents()) != 1:
+            assert time.monotonic() < deadline, agents()
+            time.sleep(0.05)  # polling for Ray to notice
+        assert group.echo(4) == [4, 4]
     deadline = time.monotonic() + 30
     while ray.available_resources().get("CPU", 0) != 3 and time.monotonic() < deadline:
         time.sleep(0.05)  # polling for Ray to notice

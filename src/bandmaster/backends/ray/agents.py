@@ -241,8 +241,6 @@ class RayAgents:
             agent = self._links.agents.get(key)
             if key in held or (agent is not None and agent.is_needed):
                 continue
-            del self._actors[key]
-            self._opened.pop(key, None)
             if agent is not None:
                 with contextlib.suppress(ClosedError, TimeoutError):
                     self._links.answers([self._links.ask(agent, AgentServer.end)], END_TIMEOUT_S)
@@ -252,6 +250,8 @@ class RayAgents:
                 agent.await_end(END_TIMEOUT_S)
                 with self._links.lock:
                     self._links.lose(agent)
+            self._opened.pop(key, None)
+            del self._actors[key]  # last: Ctrl-C may come before, and then it is ended the next time
         if not self._actors:
             self._close()
 
