@@ -417,6 +417,22 @@ def test_ctrl_c_as_a_group_is_closed_leaves_no_actor_though_its_handle_is_kept(r
         assert len(handles) == 2
 
 
+def test_ctrl_c_as_a_detached_actor_is_started_leaves_no_actor(ray_cluster):
+    def has_started(frame, kind, what):
+        return kind == "return" and frame.f_code.co_name == "_remote" and "actor.py" in frame.f_code.co_filename
+
+    pool = pool_of(1, detached=True)
+    placements = pool.get_placement_groups()
+    try:
+        with interrupted_when(has_started):
+            group_of(pool, Replaceable, name_prefix="detached_", detached=True)
+        until(lambda: not any("detached_" in name for name in list_named_actors()))
+    finally:
+        pool.close()
+        for placement in placements:
+            ray_cluster.util.remove_placement_group(placement)
+
+
 def test_worker_names_can_be_taken_once(ray_cluster):
     with pool_of(1) as pool:
         kept, start = group_of(pool, Big, name_prefix="same"), time.monotonic()

@@ -38,6 +38,7 @@ from bandmaster.contract import (
 )
 from bandmaster.errors import ClosedError, ConstructorError, PlacementError, RowsLost, UsageError, WorkerDied
 from bandmaster.errors.failure import N_LAST_LINES, REPLACED, Failure, FailureKind
+from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.single_controller.ray.actor import (
     FIRST_NUMBER,
     LONG_S,
@@ -128,12 +129,16 @@ class ActorWorkers:
         try:
             ranks = range(len(launch.slots))
             for rank in ranks:
-                self.actors[rank] = start_actor(launch, rank)
+                self._start(launch, rank)
             self._have_begun(ranks)
             self._open(ranks)
         except BaseException:
             self.stop(NOT_STARTED)
             raise
+
+    def _start(self, launch: ActorLaunch, rank: int) -> None:
+        with SigintSafeLock():  # Ctrl-C comes when the handle is here: without it, a detached actor would stay
+            self.actors[rank] = self._start_actor(launch, rank)
 
     @property
     def _rendezvous(self) -> Mapping[str, str]:
@@ -267,7 +272,7 @@ class ActorWorkers:
         self._check_hosts([rank])
         self._kill([rank], REPLACED, FailureKind.DIED)
         try:
-            self.actors[rank] = self._start_actor(replace(self._launch, is_again=True), rank)
+            self._start(replace(self._launch, is_again=True), rank)
             with self._lock:
                 self._client.deaths.pop(rank, None)
             self._told.pop(rank, None)
