@@ -603,6 +603,8 @@ def test_pools_are_of_verls_classes_and_have_placement_groups(pool, actor):
     assert RayWorkerGroup(small, Actor).add(0) == [0, 1]
     with pytest.raises(bm.UsageError, match=r"\[5\] bundles, got \[4\]"):
         RayResourcePool([5]).pgs = [group]
+    with pytest.raises(bm.UsageError, match="are those of the pools that it was made of"):
+        second.pgs = [group]
 
 
 def test_a_manager_has_the_pool_of_each_role(ray_cluster):

@@ -119,7 +119,8 @@ class RayResourcePool(ResourcePool):
         their first slot.
 
         Raises:
-            UsageError: The placement groups that are set have too few bundles.
+            UsageError: The placement groups that are set have too few bundles, or the pool was merged or split from
+                others, whose slots it has.
         """
         if self._whole is not None:
             return self._whole.pgs
@@ -132,6 +133,8 @@ class RayResourcePool(ResourcePool):
         asked, given = self.store, [group.bundle_count for group in groups]
         if len(given) < len(asked) or any(n < m for n, m in zip(given, asked, strict=False)):
             raise UsageError(f"{self!r} needs placement groups of {asked} bundles, got {given}")
+        if not self._owned:
+            raise UsageError(f"the slots of {self!r} are those of the pools that it was made of; set pgs of these")
         (lease,) = self._owned  # no slot of another pool is in use
         lease.take_over(_adopted(self.name_prefix, groups))
 
