@@ -154,8 +154,8 @@ MUTANTS = [
     Mutant(
         "woken-late",
         "requests/router.py",
-        "        kept: list[Request] = []\n        refused",
-        "        self._is_woken = False\n        kept: list[Request] = []\n        refused",
+        "        n_kept, refused = 0",
+        "        self._is_woken = False\n        n_kept, refused = 0",
         "A place that becomes free as places are counted is missed.",
     ),
     Mutant(
@@ -532,9 +532,9 @@ MUTANTS = [
     ),
     Mutant(
         "host-copy-unfetched",
-        "hosts/workers.py",
-        "        if present is not None and contains(present, rows):\n            return None\n",
-        "        if present is not None:\n            return None\n",
+        "hosts/agent.py",
+        "            if copy.numbers is None or contains(copy.numbers, fetch.rows):\n",
+        "            if True:\n",
         "A host that has some rows of a table is taken to have all.",
     ),
     Mutant(

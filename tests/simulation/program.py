@@ -609,7 +609,7 @@ class Program:
         sent = self.by_token.get(token)
         if sent is None:
             return
-        if self.turns is not None:
+        if self.turns is not None and not isinstance(sent.outcome, bm.WorkerDied):  # of a rank that is about to be ended
             blocks = self.turns.inside
             groups = self.turns.had.union(*(wanted for _, wanted in blocks))
             is_its = not blocks or sent.is_rivals in groups
@@ -691,7 +691,7 @@ class Program:
         ranks = world.zygote.ranks.values()  # type: ignore[attr-defined]
         self.group = self.turns = self.callers = None
         self.calls.clear()
-        for _ in range(2):  # maps that Ctrl-C has left, to which frames refer: of its traceback, and of threads that end
+        for _ in range(2):  # maps that Ctrl-C has left, to which frames of its traceback or of threads refer
             gc.collect()
             with suppress(WorldEnded):
                 sync._block(

@@ -57,7 +57,7 @@ class FarRows(KeptElsewhere):
         finalize(self, _release, agent, key, self._copies).atexit = False
 
     def fetch_to(self, agent: Agent, rows: Any) -> Fetch:
-        """What a host has to know to fetch some rows, unless it has them: calls may come to it by several ways."""
+        """The fetch by which a host gets some rows unless it has them: calls may come to it by several ways."""
         self._copies.add(agent)
         return self._fetch(rows)
 
@@ -85,7 +85,9 @@ class FarRows(KeptElsewhere):
             raise RowsLost(f"{error}; make them again") from None
 
     def _fetch(self, rows: Any) -> Fetch:
-        return Fetch(self.agent.address, self.key, str(self.origin), rows, self.facts.n_rows)
+        n_rows = self.facts.n_rows
+        rows = rows if len(rows) < n_rows else range(n_rows)  # which is small in messages
+        return Fetch(self.agent.address, self.key, str(self.origin), rows, n_rows)
 
 
 def _release(agent: Agent, key: RowKey, copies: Iterable[Agent]) -> None:
