@@ -1,5 +1,6 @@
 """A future is a handle: rows stay on the ranks that made them, and go from rank to rank."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -23,6 +24,7 @@ from tensordict import TensorDict
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register
+from bandmaster.rows.kept import KeptPart
 
 SMALL, LARGE = 2, 30_000  # columns: of rows that come with the reply, and of rows that stay
 
@@ -678,6 +680,32 @@ def test_rows_that_are_released_as_another_thread_reads_them_are_lost(two, gate)
     finally:
         gate.touch()
         reader.join(60)
+    with pytest.raises(bm.RowsLost, match="were released"):
+        rows.result()
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_rows_that_are_released_just_as_they_are_found_are_read_or_lost(two):
+    rows = two.make.submit(np.arange(6), LARGE)
+    some = rows[:2]
+    bm.wait([some])
+    n_lines = 0
+
+    def at_line(frame, event, _):
+        nonlocal n_lines
+        n_lines += event == "line"
+        if n_lines == 2 and event == "line":  # as another thread could do between any two
+            sys.settrace(None)
+            rows.release()
+        return at_line
+
+    sys.settrace(lambda frame, *_: at_line if frame.f_code is KeptPart.kept.fget.__code__ else None)
+    try:
+        with contextlib.suppress(bm.RowsLost):
+            assert some.result()["id"].tolist() == [0, 1]
+    finally:
+        sys.settrace(None)
+    assert n_lines >= 2
     with pytest.raises(bm.RowsLost, match="were released"):
         rows.result()
 

@@ -326,7 +326,7 @@ class Program:
                 return
             is_its = sent.is_rivals == (rank.group.name == "Rival")
             is_behind = is_its and sent.method == "work" and sent.outcome is None and sent.token not in rank.begun
-            if is_behind and sent.future is not None and not sent.is_cancelled:
+            if is_behind and not (sent.future is None or sent.future._call.done or sent.is_cancelled):
                 late_s = world.now - max(ended_at, sent.waited_since)
                 world.check(
                     late_s < 2 * LATE_S, f"a rank waited at a fence for {late_s:.2f} s in vain", rank, sent.token
@@ -609,7 +609,8 @@ class Program:
         sent = self.by_token.get(token)
         if sent is None:
             return
-        if self.turns is not None and not isinstance(sent.outcome, bm.WorkerDied):  # of a rank that is about to be ended
+        deaths = getattr(self.group_of(sent)._ownership.constructed, "deaths", ())  # of ranks that end as well
+        if self.turns is not None and not (rank and rank.rank in deaths):
             blocks = self.turns.inside
             groups = self.turns.had.union(*(wanted for _, wanted in blocks))
             is_its = not blocks or sent.is_rivals in groups

@@ -310,7 +310,7 @@ class Rank:
         running.plan = plan = program.plan_of(running.token, self.rank)
         self.world.note("begins", self.group.name, self.rank, running.token)
         self.begun.add(running.token)
-        program.check_begun(running.token, self if running.number not in self.requests else None)
+        program.check_begun(running.token, self)
         self._check_ballast(running)
         value: Any = (running.token, self.rank)
         if running.method == "rows" and plan.how in ("value", "large"):

@@ -85,10 +85,11 @@ class KeptPart:
     @property
     def kept(self) -> Kept:
         """The rows. Raises RowsLost if they were released."""
-        if self._kept is None:
+        kept = self._kept  # once, as another thread may release them
+        if kept is None:
             on = "" if self.origin.rank is None else f" on rank {self.origin.rank}"
             raise released_rows(self.origin.method, on)
-        return self._kept
+        return kept
 
     @cached_property
     def facts(self) -> RowFacts | None:
@@ -138,9 +139,10 @@ def held_by(workers: Workers) -> dict[int, int]:
     """Bytes of rows that each rank has made and that futures hold, without those that came with the replies."""
     held: dict[int, int] = {}
     for part in list(_living):
-        if part.origin.workers is workers and part._kept is not None and part.facts is not None:
+        kept = part._kept
+        if kept is not None and part.origin.workers is workers and kept.facts is not None:
             rank = part.origin.rank or 0
-            held[rank] = held.get(rank, 0) + part.facts.nbytes
+            held[rank] = held.get(rank, 0) + kept.facts.nbytes
     return held
 
 
