@@ -48,6 +48,7 @@ class Kind(NamedTuple):
         limiting: Share of calls that have a limit of time themselves.
         closing: Share of steps in which a thread closes the group, which others use.
         acting: Share of steps in which a call stands still that is ended, perhaps with a rank or the group.
+        is_colocated: Whether the ranks have two workers each, of which either gets half of the calls.
     """
 
     n_ranks: int
@@ -79,6 +80,7 @@ class Kind(NamedTuple):
     limiting: float = 0.0
     closing: float = 0.0
     acting: float = 0.0
+    is_colocated: bool = False
 
     @classmethod
     def drawn(cls, seed: int) -> Kind:
@@ -115,7 +117,9 @@ class Kind(NamedTuple):
         )
         if draw.random() < 0.85:
             if draw.random() < 0.85:
-                return drawn
+                if drawn.turning or drawn.stalling:
+                    return drawn
+                return drawn._replace(is_colocated=random.Random(f"colocated {seed}").random() < 0.2)
             calling = draw.choice([0.1, 0.3, 0.6])  # each of its calls stands for several
             circling = random.Random(f"circling {seed}").choice([0.0, 0.2, 0.5])
             drawn = drawn._replace(turning=0.0, stalling=0.0, n_steps=min(drawn.n_steps, 50))

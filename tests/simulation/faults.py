@@ -23,7 +23,7 @@ NOTICED_S = 2.0 + 0.5  # after `stall_after`: the goal, and what a busy machine 
 def renew(program: Program, draw: random.Random) -> None:
     """Restart the group, or replace a rank."""
     program.is_renewed = True
-    group = program.callers if program.callers is not None and draw.random() < 0.5 else program.group
+    group = program.callers if program.callers is not None and draw.random() < 0.5 else program.whole
     program.world.note("renews", group.name)
     try:
         if draw.random() < 0.5:
@@ -40,8 +40,9 @@ def close(program: Program, draw: random.Random) -> None:
     """Close a group, which other threads use."""
     program.is_renewed = program.is_closing = True
     rival = None if program.turns is None else program.turns.rival
-    group = draw.choice([one for one in (program.group, program.callers, rival) if one is not None])
-    calls = [sent for sent in program.calls if not sent.is_operation and program.group_of(sent) is group]
+    group = draw.choice([one for one in (program.whole, program.callers, rival) if one is not None])
+    its = (group, program.group, program.other) if group is program.whole else (group,)
+    calls = [sent for sent in program.calls if not sent.is_operation and program.group_of(sent) in its]
     program.world.note("closes", group.name)
     group.close()
     sync.sleep(LATE_S)  # in which threads that have just read a failure note it
@@ -114,7 +115,7 @@ def act(program: Program, draw: random.Random) -> None:
     world.note("stands still", sent.token, sent.method, plan, after_s, policy)
     began = world.now
     try:
-        method = getattr(program.group, sent.method).options(stall_after=after_s, on_stall=policy, timeout=None)
+        method = getattr(program.group_of(sent), sent.method).options(stall_after=after_s, on_stall=policy, timeout=None)
         value = method(sent.token)
         program.judge(sent, value if sent.method == "work" else value.result())
     except bm.Stalled as error:
@@ -137,5 +138,5 @@ def act(program: Program, draw: random.Random) -> None:
         return
     if program.is_alone:
         if policy == "raise" and plan.is_deaf:  # the rank is ended, after a while
-            program.group.restart()
+            program.whole.restart()
         program.group.work(next(program.tokens))

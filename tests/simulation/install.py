@@ -123,7 +123,7 @@ class Group:
 
     def check_room(self, rank: Rank) -> None:
         """No more requests of a method run than may."""
-        counts = Counter(running.method for running in rank.requests.values() if running.method != "tell")
+        counts = Counter(running.name for running in rank.requests.values() if running.method != "tell")
         self.world.check(
             max(counts.values(), default=0) <= self.concurrency, "more requests run than may", rank, counts
         )

@@ -53,6 +53,8 @@ class Program:
         self.calls: list[Sent] = []
         self.by_token: dict[int, Sent] = {}
         self.group: Any = None
+        self.other: Any = None  # a group of other workers on the same ranks
+        self.whole: Any = None  # both
         self.turns: turns.Turns | None = None
         self.callers: Any = None  # the group whose workers call this one
         self._n_running = 0
@@ -94,7 +96,7 @@ class Program:
                 logging.getLogger(name).removeHandler(log)
             worlds.end()
             made.lines.end()
-            self.group = self.callers = None
+            self.group = self.other = self.whole = self.callers = None
             gc.enable()
         return world
 
@@ -106,8 +108,12 @@ class Program:
         with bm.ResourcePool([kind.n_ranks], backend=backend) as pool, ExitStack() as others:
             if kind.circling:
                 self.group = bm.WorkerGroup(pool, Caller, None, name="Called")
+            elif kind.is_colocated:
+                self.whole = bm.colocate(pool, one=Subject, other=Subject)
+                self.group, self.other = self.whole.one, self.whole.other
             else:
                 self.group = bm.WorkerGroup(pool, Taker if kind.turning and self.seed % 2 else Subject)
+            self.whole = self.whole or self.group
             if kind.calling:
                 more = others.enter_context(bm.ResourcePool([kind.n_ranks], backend=backend))
                 self.callers = bm.WorkerGroup(more, Caller, self.group, name="Callers")
@@ -130,7 +136,7 @@ class Program:
             self._finish()
             turns.check_over(SETTLED_S)
             self._check_leases()  # not in `_finish`, whose variables refer to values
-            self.group.close()
+            self.whole.close()
             if self.callers is not None:
                 self.callers.close()
             if self.turns is not None:
@@ -436,7 +442,11 @@ class Program:
 
     def group_of(self, sent: Sent) -> Any:
         """The group of a call."""
-        return self.turns.rival if sent.is_rivals and self.turns else self.callers if sent.is_callers else self.group
+        if sent.is_rivals and self.turns:
+            return self.turns.rival
+        if sent.is_callers:
+            return self.callers
+        return self.other if self.other and sent.token % 2 else self.group
 
     def with_options(self, method: Any, sent: Sent) -> Any:
         """The method of a call with the options of the call."""
@@ -521,6 +531,7 @@ class Program:
         self.world.note("has", sent.token, type(outcome).__name__)
         if isinstance(outcome, bm.CallCancelled):
             is_meant = sent.may_be_cancelled or self.is_renewed
+            is_meant |= sent.is_request and sent.limit is not None  # another thread has waited for so long
             # Ctrl-C may have come as the main thread sent it for another one: it was behind a call that waits for rows.
             is_meant |= self.kind.n_interrupts > 0 and self.kind.passing > 0
             world.check(is_meant, "a call was cancelled that nobody cancels", sent.token)
@@ -690,7 +701,7 @@ class Program:
         """Wait until ranks and the threads of the library have ended, and check that nothing is left."""
         world = self.world
         ranks = world.zygote.ranks.values()  # type: ignore[attr-defined]
-        self.group = self.turns = self.callers = None
+        self.group = self.other = self.whole = self.turns = self.callers = None
         self.calls.clear()
         for _ in range(2):  # maps that Ctrl-C has left, to which frames of its traceback or of threads refer
             gc.collect()
@@ -710,7 +721,7 @@ class Program:
 def warm_up(made: Installed) -> None:
     """Run programs, so that those to come do not depend on what the library does when it is first used."""
     usual = Kind(2, 2, 60, 0.1, 0.0, 0.1, 0.01, 0.5, 0.0, 0, 10.0)
-    for kind in (usual, usual._replace(n_steps=20, dying=0.0, calling=0.7)):
+    for kind in (usual._replace(is_colocated=True), usual._replace(n_steps=20, dying=0.0, calling=0.7)):
         Program(0, kind).run(made)
 
 

@@ -29,6 +29,7 @@ from bandmaster.contract import (
     Signs,
 )
 from bandmaster.errors.failure import Failure, FailureKind
+from bandmaster.roles import SEPARATOR
 from bandmaster.wire.lane import Lane
 from bandmaster.wire.messages import (
     INLINE_NBYTES,
@@ -110,7 +111,8 @@ class Running:
     """A call or a request that a rank runs."""
 
     def __init__(self, number: int, method: str, reply: int, is_fenced: bool, is_timed: bool) -> None:
-        self.number, self.method, self.reply, self.is_fenced, self.is_timed = number, method, reply, is_fenced, is_timed
+        self.number, self.reply, self.is_fenced, self.is_timed = number, reply, is_fenced, is_timed
+        self.name, self.method = method, method.rpartition(SEPARATOR)[2]  # both workers of a rank have the same ones
         self.token: Any = None
         self.plan = Plan()
         self.is_over = False
