@@ -13,6 +13,7 @@ from bandmaster import Dispatch, register
 
 sys.path.append(str(Path(__file__).parents[1]))
 from clock import idle_time
+from ctrl_c import done_when
 
 from bandmaster.single_controller.base import decorator as verl
 from bandmaster.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -57,7 +58,16 @@ of_actors = RayWorkerGroup(RayResourcePool([1], use_gpu=False, cpus_per_worker=0
 pending, of_actor = busy.nap.submit(300), of_actors.nap.submit(300)
 attached = RayWorkerGroup.from_detached(worker_handles=of_actors.workers, ray_cls_with_init=Naps)
 of_attached = attached.doze([1])  # behind the nap, and so is what the actors tell of themselves
-ray.shutdown()
+
+
+def is_disconnecting(frame, kind, what):
+    return kind == "call" and frame.f_code.co_name == "reset_cache"
+
+
+health = []
+with done_when(is_disconnecting, lambda: health.append(of_actors.healthy)):  # as another thread may ask
+    ray.shutdown()
+assert health == [False]
 
 ended = "has ended (ray.shutdown()); create the pool and its groups again"
 with fails(bm.WorkerDied, f"the Ray session of group {busy.name!r} {ended}"):
@@ -80,11 +90,13 @@ for group in (idle, busy):
         group.replace(0)
     with fails(bm.ClosedError, f"the Ray session of pool 'old' {ended}"):
         group.restart()
+old = RayWorkerGroup, of_actors.resource_pool, RayClassWithInitArgs(Naps)
 with fails(bm.ClosedError, f"the Ray session of pool 'old' {ended}"):
     bm.WorkerGroup(pool, Naps)
+with fails(bm.ClosedError, ended):
+    old[0](*old[1:])
 
 connect()  # to a Ray that gives this process the same id
-old = RayWorkerGroup, of_actors.resource_pool, RayClassWithInitArgs(Naps)
 for make, *args in ((bm.WorkerGroup, pool, Naps), old):
     try:
         make(*args)

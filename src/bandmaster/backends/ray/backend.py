@@ -96,8 +96,8 @@ class PlacementGroups(list[PlacementGroup]):
             node: Ray's id of the node that they are to be on.
             life: Its lifetime, as Ray calls it.
         """
-        has_maker = life is None and ray.get_runtime_context().worker.mode == ray.WORKER_MODE
-        maker = self._session.worker if has_maker else ""
+        context = ray.get_runtime_context()
+        maker = context.get_worker_id() if life is None and context.worker.mode == ray.WORKER_MODE else ""
         self._names.append(f"{name}{_UNIQUE}{uuid.uuid4().hex}{maker}")
         labels = [{"ray.io/node-id": node}] * len(bundles)
         made = placement_group(list(bundles), "STRICT_PACK", self._names[-1], life, bundle_label_selector=labels)

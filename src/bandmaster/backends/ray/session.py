@@ -32,12 +32,12 @@ _NO_CLIENT = (
 class RaySession:
     """A connection of this process to Ray, from `ray.init` to `ray.shutdown`. It is not valid in forks.
 
-    Attributes:
-        worker: Ray's id of this process in it.
+    It asks Ray nothing: in a process that is not connected, or no longer, `ray.get_runtime_context` starts an instance.
     """
 
     def __init__(self) -> None:
-        self.worker, self._cluster, self._n_forks = *_connected_as(), n_forks()
+        node = _node()
+        self._node, self._n_forks = None if node is None else weakref.ref(node), n_forks()
 
     def __reduce__(self) -> tuple[object, ...]:
         return RaySession, ()  # in another process it is the connection of that process
@@ -45,9 +45,8 @@ class RaySession:
     @property
     def is_current(self) -> bool:
         """Whether Ray uses this connection. If not, Ray's calls start an instance, reach another, or hang in a fork."""
-        if self._n_forks != n_forks() or not ray.is_initialized():
-            return False
-        return _connected_as() == (self.worker, self._cluster)
+        node = _node()
+        return node is not None and self._node is not None and self._node() is node and self._n_forks == n_forks()
 
     def check(self, what: str) -> None:
         """Check that Ray can still be called for a pool or group that was made in this session.
@@ -66,10 +65,9 @@ class RaySession:
         return f"the Ray session of {what} has ended (ray.shutdown()); create the pool and its groups again"
 
 
-def _connected_as() -> tuple[str, str]:
-    """Ray's id of this process, which the first program on each cluster has, and the name of the cluster's session."""
-    context = ray.get_runtime_context()
-    return context.get_worker_id(), context.worker.node.session_name
+def _node() -> Any:
+    """Ray's object for its node, which each `ray.init` makes anew; None if this process is not connected."""
+    return ray._private.worker.global_worker.node
 
 
 class RayConnection:
