@@ -585,6 +585,8 @@ def test_pools_are_of_verls_classes_and_have_placement_groups(pool, actor):
     assert (pool.store, pool(), pool.detached) == ([4], [4], False)
     (group,) = pool.get_placement_groups(strategy="PACK", device_name="cuda")
     assert pool.pgs == [group] and group.bundle_count == 4
+    with pytest.raises(bm.UsageError, match=r"cannot use other slots while there are groups on its own: .*Actor"):
+        pool.pgs = [group]
     first, second = split_resource_pool(pool, [1, 3])
     assert isinstance(second, SubRayResourcePool)
     assert (second.start_bundle_index, second.subgroup_world_size, second.world_size) == (1, 3, 3)

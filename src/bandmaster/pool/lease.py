@@ -99,8 +99,17 @@ class Lease:
                 self._end()
 
     def take_over(self, reservation: Any) -> None:
-        """Use slots that were reserved elsewhere, of the same number and kind; whoever reserved them releases them."""
-        with self._lock:
+        """Use slots that were reserved elsewhere, of the same number and kind; whoever reserved them releases them.
+
+        Raises:
+            UsageError: There are groups on the present slots.
+        """
+        with self._lock, occupying:
+            if names := {name for held in self.holders.values() for name in held.values()}:
+                raise UsageError(
+                    f"pool {self.request.name!r} cannot use other slots while there are groups on its own: "
+                    f"{', '.join(sorted(names))}; close these first, or make another pool"
+                )
             self.reservation = reservation
             self._end()
 

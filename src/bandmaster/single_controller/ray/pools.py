@@ -119,8 +119,8 @@ class RayResourcePool(ResourcePool):
         their first slot.
 
         Raises:
-            UsageError: The placement groups that are set have too few bundles, or the pool was merged or split from
-                others, whose slots it has.
+            UsageError: The placement groups that are set have too few bundles, the pool was merged or split from
+                others, whose slots it has, or there are groups on its slots.
         """
         if self._whole is not None:
             return self._whole.pgs
