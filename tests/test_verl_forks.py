@@ -194,6 +194,8 @@ def test_actors_are_found_and_called_as_in_earlier_versions(ray_cluster):
         again = RayWorkerGroup(pool, RayClassWithInitArgs(Named), name_prefix=prefix)
         center = ray.get_actor(f"{again.name_prefix}_register_center")
         assert ray.get(center.get_rank_zero_info.remote())["MASTER_PORT"] == again.master_port
+        again.restart()
+        assert ray.get(center.get_rank_zero_info.remote())["MASTER_PORT"] == again.master_port
 
 
 # --- Megatron ---

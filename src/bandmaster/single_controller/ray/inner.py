@@ -20,7 +20,7 @@ from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.plan.mesh import Mesh
 from bandmaster.pool import ResourcePool
 from bandmaster.single_controller.ray.launch import ACTORS, ActorLaunch
-from bandmaster.single_controller.ray.register_center import register
+from bandmaster.single_controller.ray.register_center import rank_zero_info, register
 from bandmaster.turns.turns import TurnTaker
 
 __all__ = ["AttachedGroup", "StartedGroup", "check_backend", "nsight_options", "variables_of"]
@@ -81,6 +81,12 @@ class StartedGroup(CoreGroup):
                 is_again=former is not None and not is_taken,
             )
         super()._start(launch)
+
+    def _watch_again(self) -> None:
+        super()._watch_again()
+        if self._register_center is not None:
+            workers: Any = self._ownership.workers()
+            self._register_center.set_rank_zero_info.remote(rank_zero_info(workers.address))
 
     def _turn_taker(self) -> TurnTaker:
         if (self._more_options.get("max_concurrency") or 1) > 1:

@@ -13,7 +13,13 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["WorkerGroupRegisterCenter", "create_worker_group_register_center", "get_random_string", "register"]
+__all__ = [
+    "WorkerGroupRegisterCenter",
+    "create_worker_group_register_center",
+    "get_random_string",
+    "rank_zero_info",
+    "register",
+]
 
 
 class WorkerGroupRegisterCenter:
@@ -31,6 +37,10 @@ class WorkerGroupRegisterCenter:
     def get_rank_zero_info(self) -> dict[str, str]:
         """``MASTER_ADDR`` and ``MASTER_PORT`` of the group's rendezvous."""
         return self.rank_zero_info
+
+    def set_rank_zero_info(self, info: Mapping[str, str]) -> None:
+        """Set ``MASTER_ADDR`` and ``MASTER_PORT``, which a new rank 0 has chosen."""
+        self.rank_zero_info = dict(info)
 
     def set_worker_info(self, rank: int, node_id: str) -> None:
         """Set the node of a rank."""
@@ -69,10 +79,13 @@ def register(prefix: str, address: Sequence[str], nodes: Sequence[str], is_detac
         nodes: The id of Ray's node of each rank.
         is_detached: Whether the group's workers outlive this process.
     """
-    info = {"MASTER_ADDR": address[0], "MASTER_PORT": address[1]}
-    return create_worker_group_register_center(
-        f"{prefix}_register_center", info, dict(enumerate(nodes)), is_detached=is_detached
-    )
+    name, workers_info = f"{prefix}_register_center", dict(enumerate(nodes))
+    return create_worker_group_register_center(name, rank_zero_info(address), workers_info, is_detached=is_detached)
+
+
+def rank_zero_info(address: Sequence[str]) -> dict[str, str]:
+    """The facts about a rendezvous, given by host and port, that a register center has."""
+    return {"MASTER_ADDR": address[0], "MASTER_PORT": address[1]}
 
 
 def get_random_string(length: int) -> str:
