@@ -109,7 +109,8 @@ class PlacementGroups(list[PlacementGroup]):
         self.keep()
 
     def keep(self) -> None:
-        """Leave them to whoever knows their names."""
+        """Leave those that have not been removed to whoever knows their names."""
+        self._names.clear()
         self._end.detach()
 
 
