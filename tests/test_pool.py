@@ -1,5 +1,7 @@
 """Resource pools as descriptions: sizes, merging and splitting. Nothing here is reserved or started."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
@@ -33,9 +35,11 @@ def test_what_was_asked_for():
     assert (pool.max_colocate_count, pool.cpus_per_worker) == (3, 1)
 
 
-def test_numbers_may_be_of_numpy():
+def test_numbers_may_be_of_other_types():
     pool = ResourcePool([np.int64(4)], cpus_per_worker=np.float32(1), max_colocate_count=np.int32(2))
     assert pool.process_on_nodes == (4,)
+    half = ResourcePool([1], backend="ray", cpus_per_worker=Fraction(1, 2), placement_timeout=Fraction(1, 2))
+    assert repr(half.cpus_per_worker) == "0.5"
     assert [part.process_on_nodes for part in split_resource_pool(pool, np.int64(2))] == [(2,), (2,)]
 
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 import time
+from fractions import Fraction
 
 import pytest
 from clock import idle_time
@@ -182,8 +183,10 @@ def test_a_call_that_was_not_sent_can_be_waited_for_or_cancelled_with_what_it_wa
 
 def test_constructors_get_longer_with_start_timeout(zygote, gate):
     with bm.ResourcePool([1]) as pool:
-        with pytest.raises(bm.CallTimeout, match=r"Slow\.__init__ .* give them longer with start_timeout") as caught:
-            bm.WorkerGroup(pool, Slow, str(gate), start_timeout=3)
+        with pytest.raises(
+            bm.CallTimeout, match=r"Slow\.__init__ .* within 2\.5 s; .* longer with start_timeout"
+        ) as caught:
+            bm.WorkerGroup(pool, Slow, str(gate), start_timeout=Fraction(5, 2))
         assert "in _wait_for" in caught.value.stacks[0] and caught.value.future is None
         gate.touch()
         assert bm.WorkerGroup(pool, Slow, str(gate), start_timeout=60).rows([1]) == [1]

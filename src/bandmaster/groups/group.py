@@ -17,7 +17,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from bandmaster.backends import get_backend
-from bandmaster.calls.options import REPLACE
+from bandmaster.calls.options import REPLACE, checked_seconds
 from bandmaster.calls.request import encode_constructor
 from bandmaster.calls.spec import specs_of
 from bandmaster.calls.submission import Submitter
@@ -103,7 +103,8 @@ class GroupOf(AnyGroup, Generic[W]):
                 f"the first argument of {type(self).__name__} must be a ResourcePool, "
                 f"got {type(pool).__name__} ({pool!r})"
             )
-        check_options(type(self).__name__, name, name_prefix, start_timeout)
+        check_options(type(self).__name__, name, name_prefix)
+        start_timeout_s = checked_seconds(f"start_timeout of {type(self).__name__}", start_timeout)
         directory, level = checked_output(type(self).__name__, output), checked_level(type(self).__name__, logging)
         cls, args, kwargs, options = unwrap(worker_class, args, kwargs)
         if issubclass(cls, GroupOf):
@@ -139,7 +140,7 @@ class GroupOf(AnyGroup, Generic[W]):
                 slots,
                 names,
                 options,
-                start_timeout,
+                start_timeout_s,
                 env=pool.env,
                 preload=pool.preload,
                 imports=imports_of(cls),

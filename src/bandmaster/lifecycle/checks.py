@@ -8,7 +8,6 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from bandmaster.calls.options import checked_seconds
 from bandmaster.errors import ArgumentError, MeshError, UsageError
 from bandmaster.plan.mesh import Mesh
 from bandmaster.worker import ClassWithInitArgs, Worker
@@ -77,18 +76,17 @@ def check_names(cls: type[Worker], methods: Collection[str], taken: Collection[s
         )
 
 
-def check_options(owner: str, name: object, name_prefix: object, start_timeout: object) -> None:
+def check_options(owner: str, name: object, name_prefix: object) -> None:
     """Check the types of a group's options.
 
     Args:
         owner: Name of the group's class, for messages.
         name: The name of the group, or None.
         name_prefix: The option of that name, which is put before the name of the class.
-        start_timeout: The option of that name, in seconds.
 
     Raises:
         UsageError: ``name`` is neither a string of printable characters nor None, ``name_prefix`` is neither a string
-            nor None, or both are given; or ``start_timeout`` is neither a non-negative number nor None.
+            nor None, or both are given.
     """
     if name is not None and not (isinstance(name, str) and name and name.isprintable()):
         raise UsageError(f"name of {owner} must be a string of printable characters, got {name!r}")
@@ -99,7 +97,6 @@ def check_options(owner: str, name: object, name_prefix: object, start_timeout: 
             f"{owner} got both name={name!r} and name_prefix={name_prefix!r}, which is put before the name of the "
             "class; give one of them"
         )
-    checked_seconds(f"start_timeout of {owner}", start_timeout)
 
 
 def checked_output(owner: str, output: object) -> str | None:

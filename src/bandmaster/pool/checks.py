@@ -18,10 +18,11 @@ _REFUSED = {  # environment variables, and why a pool does not set them
 _GPUS = "a pool with use_gpu=True gives each worker a GPU of its own by this variable"
 
 
-def check_amount(what: str, amount: object) -> None:
-    """Raise `UsageError` unless it is a number of at least 0."""
-    if as_amount(amount) is None:
+def checked_amount(what: str, amount: object) -> float:
+    """A number of at least 0, as an int or float."""
+    if (found := as_amount(amount)) is None:
         raise UsageError(f"{what} must be a non-negative number, got {amount!r}")
+    return found
 
 
 def check_count(what: str, count: object, meaning: str = "") -> None:
@@ -39,7 +40,7 @@ def checked_resources(resources: Mapping[str, float] | None) -> tuple[tuple[str,
     for name, amount in resources.items():
         if name in ("CPU", "GPU", "memory", "object_store_memory"):
             raise UsageError(f"resources_per_worker has {name!r}: use cpus_per_worker= and use_gpu= for these")
-        check_amount(f"resources_per_worker[{name!r}]", amount)
+        checked_amount(f"resources_per_worker[{name!r}]", amount)
     return tuple((name, float(amount)) for name, amount in resources.items() if amount)
 
 

@@ -17,8 +17,8 @@ from bandmaster.plan.placement import STRATEGIES, Request, node_choices
 from bandmaster.plan.render import html_table
 from bandmaster.platform.forks import n_forks
 from bandmaster.pool.checks import (
-    check_amount,
     check_count,
+    checked_amount,
     checked_env,
     checked_modules,
     checked_resources,
@@ -106,8 +106,8 @@ class ResourcePool:
         spare_sizes = () if has_none else checked_sizes(spares, "spares", "spare node")
         check_count("max_colocate_count", max_colocate_count, ", the number of groups that may share a slot")
         check_count("gpus_per_worker", gpus_per_worker)
-        for what, amount in (("cpus_per_worker", cpus_per_worker), ("placement_timeout", placement_timeout)):
-            check_amount(what, amount)
+        cpus_per_worker = checked_amount("cpus_per_worker", cpus_per_worker)
+        timeout_s = checked_amount("placement_timeout", placement_timeout)
         if strategy not in STRATEGIES:
             raise UsageError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}")
         if not isinstance(use_gpu, bool):
@@ -128,7 +128,7 @@ class ResourcePool:
             len(spare_sizes),
         )
         start = WorkerStart(checked_modules(preload), checked_env(env, use_gpu))
-        lease = Lease(request, backend, max_colocate_count, placement_timeout, start)
+        lease = Lease(request, backend, max_colocate_count, timeout_s, start)
         places = [(lease, node, index) for node, size in enumerate(sizes) for index in range(size)]
         self._set_up(places, name_prefix or "", (lease,))
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from bandmaster.calls.options import checked_seconds
 from bandmaster.calls.request import CallRequest, Collection
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
@@ -102,7 +103,8 @@ class RayWorkerGroup(WorkerGroup):
                 raise UsageError(
                     f"{name} of RayWorkerGroup must be True or False, got {flag!r}; name_prefix and mesh are keywords"
                 )
-        check_options("RayWorkerGroup", None, name_prefix, start_timeout)
+        check_options("RayWorkerGroup", None, name_prefix)
+        checked_seconds("start_timeout of RayWorkerGroup", start_timeout)
         self.ray_cls_with_init = ray_cls_with_init
         self.resource_pool = resource_pool
         self.device_name = device_name
