@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import os
 import sys
+import threading
 import time
 from functools import partial
 
@@ -388,6 +389,38 @@ def test_a_group_shows_all_ranks_as_and_after_ctrl_c_interrupts_a_replacement(ra
         assert len(group.workers) == 2 and len(lines) == len(before) and lines[-1] == before[-1]
         group.replace(0)
         assert len(group.workers) == 2 and group.describe().splitlines()[-1] == before[-1]
+
+
+def test_handles_can_be_asked_for_as_another_thread_replaces_an_actor(ray_cluster, monkeypatch):
+    has_ended, goes_on, kill = threading.Event(), threading.Event(), ray_cluster.kill
+
+    def kill_and_wait(actor):
+        kill(actor)
+        has_ended.set()
+        goes_on.wait(30)
+
+    def leaves_its_lane(frame, kind, what):
+        return kind == "c_call" and frame.f_code is ActorWorkers._pause.__code__ and what.__name__ == "remove"
+
+    def let_it_go_on():
+        goes_on.set()
+        until(lambda: 0 not in workers._serving)
+
+    monkeypatch.setattr(ray_cluster, "kill", kill_and_wait)
+    with pool_of(2) as pool:
+        group = group_of(pool, Replaceable)
+        workers = group._inner._ownership.workers()
+        group.execute_all_sync("on_replace", 0, None)
+        replacing = threading.Thread(target=group.replace, args=(0,))
+        replacing.start()
+        try:
+            assert has_ended.wait(30)
+            with done_when(leaves_its_lane, let_it_go_on):
+                assert len(group.workers) == 2
+        finally:
+            goes_on.set()
+            replacing.join()
+        assert len(group.execute_all_sync("on_replace", 0, None)) == 2
 
 
 @pytest.mark.parametrize("step", [ActorWorkers._kill, ActorWorkers._begun, ActorWorkers._open, ActorWorkers._announce])

@@ -529,11 +529,11 @@ class ActorWorkers:
         for rank in ranks:
             with self._lock:
                 self._client.note_death(rank, replace(self._death(rank, why), kind=kind))
+                self._has_lane.discard(rank)
+                self._serving.discard(rank)
             actor = self.actors.get(rank)  # `stop` takes them away
             if actor is not None and self._session.is_current:
                 ray.kill(actor)
-            self._has_lane.discard(rank)
-            self._serving.discard(rank)
 
     def _resume(self, rank: int) -> None:
         """Make an actor serve its lane again, after the actor tasks that were submitted before."""
