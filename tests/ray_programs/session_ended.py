@@ -1,5 +1,6 @@
 """Pools and groups whose Ray was left with `ray.shutdown` say so at once, start no other, and do it no harm."""
 
+import asyncio
 import contextlib
 import logging
 import sys
@@ -17,6 +18,7 @@ from ctrl_c import done_when
 
 from bandmaster.single_controller.base import decorator as verl
 from bandmaster.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from bandmaster.single_controller.ray.actor_workers import ActorWorkers
 
 
 class Naps(bm.Worker):
@@ -31,6 +33,12 @@ class Naps(bm.Worker):
 
     def on_replace(self, rank, state):
         pass
+
+
+class Waits(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    async def wait(self, seconds):
+        await asyncio.sleep(seconds)
 
 
 def connect():
@@ -110,4 +118,14 @@ with bm.ResourcePool([1], backend="ray") as new_pool:
     pool.close()
     assert new.nap(0) == [0]
     assert new.execute_rank_zero_async("nap", 0).result() == 0
-ray.shutdown()
+
+
+def is_cancelling(frame, kind, what):
+    return kind == "call" and frame.f_code is ActorWorkers.interrupt.__code__
+
+
+overlap = RayClassWithInitArgs(ray.remote(max_concurrency=2)(Waits))
+waiting = RayWorkerGroup(RayResourcePool([1], use_gpu=False, cpus_per_worker=0), overlap).wait.submit(300)
+with done_when(is_cancelling, ray.shutdown):  # as another thread may do
+    assert waiting.cancel()
+assert not ray.is_initialized()

@@ -291,6 +291,7 @@ class ActorWorkers:
         """Tell the other ranks of the rendezvous that a new rank 0 has opened."""
         for rank in set(self._infos).difference([0]):
             with self._lock:
+                self._session.check(self._group)
                 self._pause(rank)
                 self.actors[rank].bandmaster_update_environment.remote(self._rendezvous)
 
@@ -463,7 +464,8 @@ class ActorWorkers:
             if isinstance(ticket, MessageTicket):
                 self._client.interrupt({rank: ticket})
             elif isinstance(ticket, RayTicket) and self._infos[rank].overlaps:
-                ray.cancel(ticket.reference)
+                if self._session.is_current:  # else it starts another Ray
+                    ray.cancel(ticket.reference)
             elif isinstance(ticket, RayTicket):
                 self._on_its_node(rank, status_page.interrupt, self._infos[rank].pid, ticket.number)
 
