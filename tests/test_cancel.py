@@ -1,6 +1,7 @@
 """``group.cancel()``: which calls it ends, what their futures say, and that the group goes on."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
@@ -206,3 +207,29 @@ def test_nothing_to_cancel_and_closed_groups(make_group):
     group.close()
     with pytest.raises(bm.ClosedError):
         group.cancel()
+
+
+class Pair(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def stay(self, begun):
+        while self.rank == 1:
+            with contextlib.suppress(KeyboardInterrupt):
+                begun.touch()
+                time.sleep(60)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def meet(self):
+        raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.backends("local", "ray")
+def test_a_call_behind_one_whose_cancel_ends_a_rank_tells_of_that_death(make_group, tmp_path):
+    group = make_group(2, Pair)
+    stays = group.stay.options(grace=0.1).submit(tmp_path / "begun")
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.01)
+    stays.cancel()
+    with pytest.raises(bm.WorkerDied, match=r"rank 1 .*had not stopped in time after Pair.stay was cancelled"):
+        group.meet()
+    with pytest.raises(bm.CallCancelled):
+        stays.result()

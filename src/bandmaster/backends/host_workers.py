@@ -113,14 +113,14 @@ class HostWorkers(LaneClient):
         if kill_because is None:
             super().interrupt(tickets)
         else:
-            self._kill([rank for rank, t in tickets.items() if t is None or self.is_at(rank, t)], kill_because)
+            self._kill(tickets, kill_because)
 
     def replace(self, rank: int) -> None:
         """Fork a new process for a rank. A new rank 0 opens a new rendezvous, which the other ranks here are told."""
         if self.is_stopped:
             raise ClosedError(self._why_closed)
         if rank in self.processes:
-            self._kill([rank], REPLACED, FailureKind.DIED)
+            self._kill({rank: None}, REPLACED)
         self._start_process(rank, time.monotonic())
         if rank == 0:
             self.announce(self.rendezvous)
@@ -218,13 +218,21 @@ class HostWorkers(LaneClient):
         """The device of a worker, which sees its own GPUs alone; "cpu" where Ray was told of GPUs that do not exist."""
         return "cuda:0" if self._place.gpus.get(rank) and has_gpus() else "cpu"
 
-    def _kill(self, ranks: Sequence[int], why: str, kind: FailureKind = FailureKind.CANCELLED) -> None:
-        """Kill the processes of ranks, with all processes that they started."""
+    def _kill(self, tickets: Mapping[int, Any], why: str) -> None:
+        """Kill the workers that are running these calls, which fail as cancelled; calls behind them tell of the death."""
+        there = {rank: ticket for rank, ticket in tickets.items() if ticket is None or self.is_at(rank, ticket)}
+        processes = []
         with self.lock:
-            for rank in ranks:
+            for rank, ticket in there.items():
+                if ticket is not None and ticket.is_done:  # meanwhile; the rank may be replaced
+                    continue
+                processes.append(self.processes[rank])
                 self.take_answered(rank)
-                self.note_death(rank, replace(self._death(rank, why), kind=kind))
-        self._zygote.end([self.processes[rank] for rank in ranks], 0.0)
+                death = self._death(rank, why)
+                if ticket is not None:
+                    self.fail_one(rank, ticket, replace(death, kind=FailureKind.CANCELLED))
+                self.note_death(rank, death)
+        self._zygote.end(processes, 0.0)
 
     def _how_it_died(self, rank: int) -> Failure:
         ended = self._zygote.how_it_ended(self.processes[rank])

@@ -32,7 +32,7 @@ from bandmaster.calls.result import Done, Result, RowsResult, late, wait_for_all
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Ticket, Workers
 from bandmaster.errors import CallCancelled, CallTimeout, ResourceError, UsageError
-from bandmaster.errors.failure import Failure, is_in_debugger
+from bandmaster.errors.failure import Failure, FailureKind, is_in_debugger
 from bandmaster.plan.rows import RealRows
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.locks import check_not_held, run_if_free
@@ -428,7 +428,9 @@ class Call(RowsResult):
                 except BaseException as error:  # the user's objects may raise anything as they are unpickled
                     value = self._unreadable(rank, error)
             if type(value) is Failure:
-                self.failures[rank], self._has_failed = value, True
+                if value.kind is not FailureKind.DIED or rank not in self.failures:  # else that is why it has died
+                    self.failures[rank] = value
+                self._has_failed = True
                 self.failures.fenced[rank] = ticket
             else:
                 values[rank] = value

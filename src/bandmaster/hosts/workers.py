@@ -244,8 +244,7 @@ class AgentWorkers(Client):
             self._send(agent, FrameKind.CALLS, *content, large=outgoing.large)
         except ResourceError as error:
             for rank, ticket in tickets:
-                if self._open[rank].pop(ticket.number, None) or self._requests[rank].pop(ticket.number, None):
-                    self._finish(ticket, Failure.of(error))
+                self.fail_one(rank, ticket, Failure.of(error))
             raise
 
     def _relays_of(self, calls: Sequence[WorkerCall]) -> Sequence[Agent]:

@@ -463,13 +463,14 @@ class _Stragglers:
             left = {rank: ticket for rank, ticket in list(self._sent.items()) if not ticket.is_done}
             if step is Step.INTERRUPT:
                 self.workers.interrupt(left)
-            elif any(map(is_in_debugger, self._request.router.stacks(left).values())):
-                self._escalation.put_off_the_end(time.monotonic())
-            else:
+                continue
+            if not any(map(is_in_debugger, self._request.router.stacks(left).values())):
                 rank, failure = next(iter(self._failed.items()))
                 why = f"ended by the controller, as it had not stopped {self._request.site.limits().grace:g} s after "
                 why += f"{self._request.site.method} failed on rank {rank} ({failure.summary.partition(chr(10))[0]})"
-                self.workers.interrupt(dict.fromkeys(left), why)
+                self.workers.interrupt(left, why)
+            self._escalation.put_off_the_end(time.monotonic())  # of ranks that are in one, or have not come to it
+            break  # the grace may be 0
         self.due = self._escalation.next
         return self._is_over
 

@@ -224,6 +224,11 @@ class Client:
         if ticket.on_done is not None:
             ticket.on_done()
 
+    def fail_one(self, rank: int, ticket: MessageTicket, why: Failure) -> None:
+        """Fail a call or request, unless it has its reply; the lock is held."""
+        if self._open[rank].pop(ticket.number, None) or self._requests[rank].pop(ticket.number, None):
+            self._finish(ticket, why)
+
     def _fail_open(self, rank: int, why: Failure) -> None:
         """Fail all calls that a rank has not replied to."""
         for table in (self._open[rank], self._requests.get(rank, {})):  # links are sent none
@@ -235,5 +240,7 @@ class Client:
     def is_at(self, rank: int, ticket: MessageTicket) -> bool:
         """Whether a worker has come to a call: it replies to them in order, and to requests before later calls."""
         with self.lock:
+            if isinstance(ticket, RequestTicket):
+                return ticket.number in self._requests.get(rank, ())
             first_request = next(iter(self._requests.get(rank, ())), math.inf)
             return next(iter(self._open.get(rank, {}).values()), None) is ticket and ticket.number < first_request
