@@ -38,6 +38,7 @@ from bandmaster.backends import get_backend, register_backend
 from bandmaster.callers.reached import FarPlace, FarRanks, ReachedWorkers
 from bandmaster.codec import Payload, encode
 from bandmaster.contract import RowFacts
+from bandmaster.errors.failure import Failure
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import MAGIC, Refused, Secret, greet, welcome
 from bandmaster.hosts.link import FOR_MESSAGES, FOR_ROWS, FrameKind, Link
@@ -242,6 +243,26 @@ def test_a_rank_stays_dead_whose_group_another_thread_closes_as_it_is_replaced(k
         ):
             group.replace(1)
         assert set(workers.deaths) == {0, 1}, "else a request to it would wait for ever"
+
+
+def test_a_rank_stays_dead_whose_new_worker_dies_before_its_host_tells_of_it(kept_hosts, monkeypatch):
+    """Its host tells of the death first."""
+    real = AgentWorkers._answer
+
+    def answer(workers, agent, question, *args):
+        record, rendezvous = real(workers, agent, question, *args)
+        with workers.lock:
+            workers.take_deaths({1: Failure.of_death("killed by SIGKILL", "", "host1", -1, "cpu")})
+        return record._replace(pid=-1), rendezvous
+
+    with bm.ResourcePool([1, 1], backend="hosts") as pool, bm.WorkerGroup(pool, Replaceable) as group:
+        monkeypatch.setattr(AgentWorkers, "_answer", answer)
+        with pytest.raises(bm.WorkerDied, match=r"rank 1 .*killed by SIGKILL"):
+            group.replace(1)
+        monkeypatch.undo()
+        assert not group.healthy
+        group.replace(1)
+        assert group.healthy and len(group.process()) == 2
 
 
 ENDED_WHILE_IT_STARTS = """

@@ -312,7 +312,8 @@ class AgentWorkers(Client):
     def take_deaths(self, deaths: Mapping[int, Failure]) -> None:
         """Take the deaths of ranks; see `links.Group`."""
         for rank, failure in deaths.items():
-            if rank not in self.deaths:
+            known = self.records[rank].pid if self.records else 0
+            if rank not in self.deaths or failure.pid not in (0, known):  # a new process has died as well
                 self.deaths[rank] = failure
                 self._fail_open(rank, failure)
         self.reports.on_change()
@@ -458,9 +459,6 @@ class AgentWorkers(Client):
                 self.agents[rank] = agent
                 agent.groups[self.name] = self
         record, rendezvous = self._answer(agent, AgentServer.replace, rank, next(self._numbers), self._told([rank]))
-        with self.lock:
-            self.records[rank] = record._replace(channel="link")
-            self.reports.pop(rank, None)
         if rank == 0:
             self._rendezvous = rendezvous
             with suppress(ClosedError):  # a host is lost, as the next call of its ranks says
@@ -468,9 +466,11 @@ class AgentWorkers(Client):
         elif self._rendezvous != rendezvous:
             self._answer(agent, AgentServer.announce, self._rendezvous)
         with self.lock:
+            self.records[rank] = record._replace(channel="link")
+            self.reports.pop(rank, None)
             if self._why_stopped is not None:
                 raise ClosedError(self._why_stopped)
-            if agent.lost is None:
+            if agent.lost is None and self.deaths[rank].pid != record.pid:  # else the new process has died already
                 del self.deaths[rank]  # last: after Ctrl-C before that, it is dead
 
     def stop(self, why: str = CLOSED) -> None:
