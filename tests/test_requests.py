@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import fcntl
 import gc
+import itertools
 import os
 import resource
 import signal
@@ -1935,3 +1936,56 @@ def test_a_route_over_an_axis_that_the_mesh_lacks():
 
     with bm.ResourcePool([1], backend="inprocess") as pool, pytest.raises(bm.MeshError, match=r"uses Route\('cp'\)"):
         bm.WorkerGroup(pool, Lost)
+
+
+class Both(bm.Worker):
+    @register(Dispatch.REQUEST)
+    async def meet(self, folder):
+        try:
+            (folder / f"begun {self.rank}").touch()
+            await asyncio.sleep(10 * DEADLINE)
+        finally:
+            (folder / f"ended {self.rank}").touch()
+
+    @register(Dispatch.REQUEST)
+    def plain(self, value):
+        return value
+
+
+@pytest.mark.backends("local", "ray")
+def test_a_request_that_cannot_be_sent_to_all_ranks_of_its_replica_ends_on_the_others(
+    make_group, tmp_path, monkeypatch
+):
+    group = make_group(bm.Mesh(dp=1, tp=2), Both)
+    workers = group._ownership.workers()
+    real = workers.request
+
+    def request(rank, requests, take):
+        if rank == 1:
+            until((tmp_path / "begun 0").exists)
+            raise bm.ResourceError("no memory")
+        real(rank, requests, take)
+
+    monkeypatch.setattr(workers, "request", request)
+    with pytest.raises(bm.ResourceError, match="no memory"):
+        group.meet(tmp_path).result(DEADLINE)
+    until((tmp_path / "ended 0").exists, DEADLINE)
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_a_plain_request_that_cannot_be_sent_fails_alone(make_group, monkeypatch):
+    group = make_group(1, Both)
+    workers = group._ownership.workers()
+    real, n_sent = workers.call, itertools.count(1)
+
+    def call(calls, tickets):
+        if next(n_sent) == 2:
+            raise bm.ResourceError("no memory")
+        real(calls, tickets)
+
+    async def main():
+        return await asyncio.gather(*map(group.plain.all, range(3)), return_exceptions=True)
+
+    monkeypatch.setattr(workers, "call", call)
+    first, second, third = asyncio.run(main())
+    assert (first, third) == ([0], [2]) and isinstance(second, bm.ResourceError)

@@ -319,14 +319,14 @@ class Router:
                 calls[request] = WorkerCall(replica.ranks[:1], method, (), Reply.DROP)
             except Exception as error:  # rows were lost, or there is no memory
                 request.fail(error)
-        for _, some in groupby(calls, lambda request: request.calls_back):
+        for _, some in groupby(calls, lambda request: request if self.is_exclusive else request.calls_back):
             self._send(replica, {request: calls[request] for request in some})
         for request in calls:
             if request.is_cancelled:  # meanwhile
                 self.workers.interrupt({rank: request.tickets[rank] for rank in request.missing})
 
     def _send(self, replica: Replica, calls: Mapping[Request, WorkerCall]) -> None:
-        """Send requests to the ranks of a replica, in one message to each unless they run alone."""
+        """Send requests to the ranks of a replica, in one message to each; only one if it runs alone."""
         batch = list(calls)
         try:
             for rank in replica.ranks:
@@ -336,16 +336,18 @@ class Router:
                 if not self.is_exclusive:
                     self.workers.request(rank, sent, partial(_take, batch, rank))
                     continue
-                for request, call in zip(batch, sent, strict=True):
-                    tickets: dict[int, Any] = {}
-                    self.workers.call([call], tickets)
-                    _take([request], rank, [tickets[rank]])
-                    request.replied()  # the reply may have come before
-                    if self.workers.arrivals is None:  # it ran here: others wait for it
-                        self.workers.check(is_thorough=False)
+                tickets: dict[int, Any] = {}
+                self.workers.call(sent, tickets)
+                _take(batch, rank, [tickets[rank]])
+                batch[0].replied()  # the reply may have come before
+                if self.workers.arrivals is None:  # it ran here: others wait for it
+                    self.workers.check(is_thorough=False)
         except Exception as error:  # there is no memory, or the group was closed
             for request in batch:
+                left = request.unanswered  # on ranks that it was sent to, which may wait for the others
                 request.fail(error)
+                with contextlib.suppress(ResourceError):
+                    self.workers.interrupt(left)
 
     def stacks(self, tickets: Mapping[int, Ticket]) -> Mapping[int, str]:
         """The Python stacks of ranks; those of requests that are late at the same time are read once."""
