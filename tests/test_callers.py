@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+import types
+from concurrent.futures import Future
 
 import cloudpickle
 import numpy as np
@@ -23,7 +25,13 @@ from hosts import spread
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, Only, Route, TransferProtocol, register
+from bandmaster.callers.circles import OpenChains, Wait, Waiting
+from bandmaster.callers.passed import FarCalls, PassedCalls
 from bandmaster.callers.reached import ReachedWorkers
+from bandmaster.codec import Payload, decode
+from bandmaster.hosts.link import FrameKind, Message
+from bandmaster.wire.messages import ReplyKind
+from bandmaster.worker_process.executor import Executor
 
 DEADLINE = 20.0  # of whatever must end
 
@@ -1426,3 +1434,81 @@ def test_a_replica_of_two_ranks_may_be_asked_back(backend):
         rings[1].set(rings[0])
         assert rings[0].beside("beside", "beside").result(DEADLINE) == 0
         assert rings[0].beside("counted", 40).result(DEADLINE) == list(range(40))
+
+
+def test_a_chain_that_cannot_be_told_of_is_told_of_later():
+    """There was no descriptor, for example; circles are found from then on as well."""
+    asked = []
+
+    def ask(wait):
+        asked.append(wait.ranks)
+        if len(asked) == 1:
+            raise bm.ResourceError("no descriptor")
+        return Future()
+
+    request = types.SimpleNamespace(is_done=False)
+    chains = OpenChains(None, ask)
+    waiting = Waiting(chains, Wait((), "method", "key", (0,)), request)
+    waiting.since = -math.inf
+    chains._waits[waiting] = (), None
+    assert [chains.look() for _ in range(3)] == [False] * 3
+    assert asked == [(0,)] * 2
+
+
+class NoLinks:
+    """Links to no agent, with a descriptor, perhaps one that cannot be doubled."""
+
+    def __init__(self, fd=-1):
+        self.poller, self.agents, self.fileno = self, {}, lambda: fd
+        self.told, self.has_told = [], threading.Event()
+
+    def check(self):
+        """Nothing arrives."""
+
+    def tell(self, agent, *content, large):
+        self.told.append(content)
+        self.has_told.set()
+
+
+def test_a_call_by_way_of_an_agent_is_answered_if_the_controller_has_no_descriptor():
+    executor, links = Executor(), NoLinks()
+    far = FarCalls(executor)
+    try:
+        far.take(links, "agent", Message(FrameKind.RELAY, (7, "key/method", ()), {}))
+        assert links.has_told.wait(DEADLINE)
+        ((kind, number, what, part),) = links.told
+        assert (kind, number, what) == (FrameKind.RELAYED, 7, ReplyKind.FAILURE)
+        with pytest.raises(bm.ResourceError, match="the controller has no descriptor"):
+            raise decode(Payload(*part)).exception
+    finally:
+        executor.close()
+
+
+def test_the_descriptor_of_links_that_are_closed_is_closed():
+    executor = Executor()
+    far, loop = FarCalls(executor), executor.event_loop()
+    reading, writing = os.pipe()
+    links = NoLinks(reading)
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        far.take(links, "agent", Message(FrameKind.RELAY, (7, "", ()), {}))
+        far.take(links, "agent", None)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop.loop).result(DEADLINE)
+        assert len(os.listdir("/proc/self/fd")) == before and not far._watched
+    finally:
+        executor.close()
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_call_that_is_too_large_for_an_agent_to_pass_on_is_forgotten():
+    def tell(*_, large):
+        raise bm.ResourceError("too large")
+
+    passed = PassedCalls(types.SimpleNamespace(tell=tell))
+    try:
+        with pytest.raises(bm.ResourceError, match="too large"):
+            asyncio.run(passed._outcome("key/method", []))
+        assert not passed._open
+    finally:
+        passed.close()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bandmaster.calls.future import Future
@@ -95,7 +96,8 @@ class OpenChains:
             elif ranks != told_of:  # it may have been sent to others before, which have died
                 if told is not None:
                     told.cancel()
-                self._waits[waiting] = ranks, self._ask(waiting.wait._replace(ranks=ranks))
+                with suppress(BandmasterError):  # there is no descriptor, for example; it is asked at the next look
+                    self._waits[waiting] = ranks, self._ask(waiting.wait._replace(ranks=ranks))
                 if waiting.is_over:  # since that was looked at
                     self.end(waiting)
             elif told is not None and told.done() and told.exception() is None:

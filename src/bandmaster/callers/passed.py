@@ -22,7 +22,8 @@ from bandmaster.answering.request_tasks import Outcome, ReceivedRequest, Request
 from bandmaster.callers.reached import FAR, READY, SHUT, Asked, closed
 from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import OPEN_ITEMS, Reply
-from bandmaster.errors.failure import Failure
+from bandmaster.errors import ResourceError
+from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.link import FrameKind, Message
 from bandmaster.hosts.links import Agent, AgentLinks
@@ -87,8 +88,8 @@ class PassedCalls(Executor):
         waiting: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._open[number] = waiting, give
         large: dict[int, Payload] = {}
-        self._server.tell(FrameKind.RELAY, number, method, [_part(one, large) for one in parts], large=large)
         try:
+            self._server.tell(FrameKind.RELAY, number, method, [_part(one, large) for one in parts], large=large)
             return await waiting
         except asyncio.CancelledError:
             self._server.tell(FrameKind.RELAY, number, "", ())
@@ -135,23 +136,38 @@ class FarCalls:
         self._is_closed = True
         for number in list(self._open):
             self._answer(number, _SHUT)
-        for fd in self._watched.values():
-            self._loop.remove_reader(fd)
-            os.close(fd)
+        for links in list(self._watched):
+            self._ignore(links)
 
     def _begin(self, links: AgentLinks, agent: Agent, message: Message | None) -> None:
         if message is None:
             self._tasks.cancel(self._tasks.numbers_of(agent))
+            if not links.agents:  # they may have been closed
+                self._ignore(links)
             return
-        if links not in self._watched and not self._is_closed:  # no other thread may read what agents send
-            self._watched[links] = os.dup(links.poller.fileno())
-            self._loop.add_reader(self._watched[links], links.check)
         number, method, parts = message.content
+        if links not in self._watched and not self._is_closed:  # no other thread may read what agents send
+            try:
+                self._watched[links] = os.dup(links.poller.fileno())
+            except OSError as error:
+                no_room = ResourceError(
+                    f"the controller has no descriptor to make a call for a worker with ({error}); raise its limit on "
+                    "open files (ulimit -n)"
+                )
+                self._answer(number, Failure.of(no_room, FailureKind.RELAYED))
+                return
+            self._loop.add_reader(self._watched[links], links.check)
         if method:
             payloads = list(map(message.unpack, parts))
             self._tasks.start([ReceivedRequest(number, method, Reply.RETURN, payloads, caller=agent)])
         else:
             self._tasks.cancel((number,))
+
+    def _ignore(self, links: AgentLinks) -> None:
+        fd = self._watched.pop(links, None)
+        if fd is not None:
+            self._loop.remove_reader(fd)
+            os.close(fd)
 
     def _made(self, request: ReceivedRequest, item: Payload) -> None:
         found = self._open.get(request.number)
