@@ -14,11 +14,13 @@ import threading
 import time
 
 import pytest
+from ends import until
 from hosts import spread
 
 import bandmaster as bm
 from bandmaster import Dispatch, RemoteError, register, rl
 from bandmaster.contract import Signs
+from bandmaster.requests.stream import GeneratorRequest
 from bandmaster.watching.notice import RankFacts, guilty, mismatches, place_of
 
 DEADLINE = 30
@@ -195,6 +197,19 @@ def test_a_stream_that_nobody_reads_is_no_stall_until_somebody_waits_for_its_pla
         text = noticed("pid")
         assert "  rank 0 (dp=0): not at this call yet, " in text
         assert "Ranks.items of group 'actor', on rank 0, goes on when its items are taken, and nobody waits" in text
+        assert list(stream) == list(range(1, 100))
+        assert len(behind.result(DEADLINE)) == 3
+
+
+@pytest.mark.slow
+def test_a_stream_whose_reader_leaves_as_it_is_looked_at_is_no_error(ranks, noticed, monkeypatch, caplog):
+    answers = [False]
+    with ranks.items.options(replica=0, maxsize=2).stream() as stream:
+        assert next(stream) == 0
+        monkeypatch.setattr(GeneratorRequest, "is_unread", property(lambda _: answers.pop() if answers else True))
+        until(lambda: not answers)
+        behind = ranks.pid.submit()
+        assert "and nobody waits" in noticed("pid") and "cannot look" not in caplog.text
         assert list(stream) == list(range(1, 100))
         assert len(behind.result(DEADLINE)) == 3
 

@@ -145,8 +145,9 @@ class WatchedCalls:
                 stalled[call] = max(quiet)
             else:
                 left.append(limit - min(quiet, default=0.0))
-        if not all(call.is_unread for call in stalled):
-            self._say(workers, stalled, len(old) - 1, group)
+        first = next((call for call in stalled if not call.is_unread), None)
+        if first is not None:
+            self._say(workers, stalled, first, len(old) - 1, group)
         else:
             self._looks_at = now + min(left)
             if self._told is not None:
@@ -192,13 +193,12 @@ class WatchedCalls:
         still = {rank for rank in stacks if now - self._lives[rank].moved_at >= limit}
         return all(is_in_collective(stacks[rank]) != (rank in still) for rank in stacks)
 
-    def _say(self, workers: Workers, stalled: Mapping[Any, float], n_more: int, group: FindGroup) -> None:
+    def _say(self, workers: Workers, stalled: Mapping[Any, float], first: Any, n_more: int, group: FindGroup) -> None:
         """Tell of the first call that has stalled, unless this was done lately; and do what policies say, once a call.
 
         Calls behind one that runs alone may go on when it has ended, so that their policies have to wait.
         """
         now, told = time.monotonic(), self._told
-        first = next(call for call in stalled if not call.is_unread)
         acting: list[Any] = []
         for call in stalled:
             if not call.is_unread and call.site.limits().on_stall != WARN and call not in self._acted:
