@@ -436,6 +436,25 @@ def test_a_rank_that_could_not_be_replaced_is_dead_until_it_is(make_group, tmp_p
     assert group.echo(1) == [1, 1]
 
 
+@pytest.mark.backends("inprocess")
+def test_a_death_that_another_thread_notes_as_a_rank_is_to_be_replaced_is_named(make_group, tmp_path):
+    class Rank(int):
+        def __ne__(self, other):
+            deaths[2] = None  # as another thread may at any time
+            return int(self) != other
+
+        __hash__ = int.__hash__
+
+    group = make_group(3, Fragile, tmp_path / "refusal")
+    deaths = group._ownership.workers().deaths
+    deaths[Rank(1)] = None
+    try:
+        with pytest.raises(bm.UsageError, match=r"cannot replace rank 0: rank 1.* is dead too"):
+            group.replace(0)
+    finally:
+        deaths.clear()
+
+
 @pytest.mark.backends("local")
 def test_other_threads_see_all_workers_while_one_is_replaced(make_group, tmp_path):
     group, seen = make_group(3, Fragile, tmp_path / "refusal"), []

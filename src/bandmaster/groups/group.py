@@ -268,7 +268,7 @@ class GroupOf(AnyGroup, Generic[W]):
     def _check_alive_but(self, rank: int) -> None:
         workers = self._ownership.workers()
         workers.check()
-        others = [str(dead) for dead in workers.deaths if dead != rank]
+        others = [str(dead) for dead in list(workers.deaths) if dead != rank]
         if others:
             raise UsageError(
                 f"cannot replace rank {rank}: rank {', '.join(others)} is dead too, and only one rank can be replaced "
