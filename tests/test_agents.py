@@ -920,6 +920,32 @@ def test_groups_that_form_trees_at_once_share_the_link_between_two_agents_on_whi
     assert done.stdout == "[True, True]\n", done.stderr
 
 
+ENDED_AS_ITS_GROUP_STARTS = """
+from types import SimpleNamespace
+from bandmaster.errors import PlacementError
+from bandmaster.hosts import agent
+from bandmaster.hosts.handshake import Secret
+
+def group(name):
+    server._below.clear()  # as if the link had ended meanwhile
+    return SimpleNamespace()
+
+server = agent.AgentServer(Secret.new(), "127.0.0.1", "test", None)
+server._below[("10.0.0.1", 7)], server._group = None, group
+try:
+    server.relay("group", [("10.0.0.1", 7)], 1)
+except PlacementError as error:
+    print(error)
+"""
+
+
+def test_a_host_is_named_whose_link_to_another_one_ends_as_a_group_starts():
+    done = subprocess.run(
+        [sys.executable, "-c", ENDED_AS_ITS_GROUP_STARTS], capture_output=True, text=True, check=False
+    )
+    assert "lost its connection to the agent at 10.0.0.1:7, to which it has to pass" in done.stdout, done.stderr
+
+
 def test_hosts_that_cannot_connect_to_each_other_are_named_as_a_group_starts():
     with bm.ResourcePool([1, 1, 1, 1], backend="hosts-to-lose") as pool, pytest.MonkeyPatch.context() as patch:
         with bm.WorkerGroup(pool, Odd) as group:

@@ -368,6 +368,12 @@ class AgentServer:
                     self._below[address] = below
                     self._serve(below, self._take)
             ranks = self._group(name)
+            for ip, port in addresses:
+                if (ip, port) not in self._below:
+                    raise PlacementError(
+                        f"host {socket.gethostname()} lost its connection to the agent at {ip}:{port}, to which it has "
+                        "to pass calls on"
+                    )
             ranks.below, ranks.n_below = [self._below[address] for address in addresses], n_ranks
 
     def _link_below(self, address: Address) -> Link:
