@@ -3,6 +3,7 @@
 The same on real Ray and separate networks is in test_hosts.py.
 """
 
+import asyncio
 import contextlib
 import errno
 import gc
@@ -28,7 +29,7 @@ import psutil
 import pytest
 from clock import idle_time
 from ctrl_c import done_when, interrupted_when
-from ends import in_another_thread
+from ends import in_another_thread, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -838,6 +839,10 @@ class Odd(Maker):
         for below in server_here()._below.values() if self.rank == rank else ():
             below._socket.shutdown(socket.SHUT_RDWR)
 
+    @register(Dispatch.REQUEST)
+    async def stay(self):
+        await asyncio.sleep(600)
+
     @register(Dispatch.REQUEST, concurrency=2)
     async def total_here(self, rows):
         return int(rows["i"].sum())
@@ -1005,6 +1010,23 @@ def test_the_loss_of_a_host_that_passes_calls_on_ends_calls_and_is_named():
                 group.process()
         group.restart()
         assert len(set(group.process())) == 7
+
+
+def test_no_message_overtakes_one_that_is_passed_on_as_another_host_is_lost():
+    with group_in_a_tree("hosts-to-lose") as group:
+        pids = group.process()
+        relay, below, lost = pids[2], 6, pids[8]  # of host1, which passes calls on to host4; host5
+        os.kill(relay, signal.SIGSTOP)
+        try:
+            stays = group.stay.options(replica=below)()
+            os.kill(lost, signal.SIGKILL)
+            until(lambda: not group.healthy)
+            stays.cancel()
+        finally:
+            os.kill(relay, signal.SIGCONT)
+        with pytest.raises(bm.CallCancelled):
+            stays.result(30)
+        assert group.total_here.options(replica=below)(ROWS).result(30) == int(ROWS["i"].sum())
 
 
 def test_a_host_that_no_calls_can_be_passed_on_to_is_lost_though_it_answers_the_controller():

@@ -176,6 +176,7 @@ class AgentWorkers(Client):
         self._again: Callable[[int], Agent] | None = None
         self._rendezvous: Mapping[str, str] = {}
         self._relay_of: Mapping[Agent, Agent] = {}  # by which agent the messages of each go, if in a tree
+        self._relays: Sequence[Agent] = ()  # those that pass calls on to all others, as long as none was lost
         self._why_stopped: str | None = None
 
     def hold_agents(self) -> None:
@@ -250,7 +251,7 @@ class AgentWorkers(Client):
     def _relays_of(self, calls: Sequence[WorkerCall]) -> Sequence[Agent]:
         """The agents of a large group that pass a call on, if it is the same for all ranks."""
         is_same = len(calls) == 1 and not calls[0].rows and len(calls[0].ranks) == len(self.agents)
-        return list(dict.fromkeys(self._relay_of.values())) if is_same and not self.deaths else []
+        return self._relays if is_same and not self.deaths else ()
 
     def _send(self, agent: Agent, kind: FrameKind, *content: Any, large: Mapping[int, Payload] | None = None) -> None:
         """Send a message to an agent, through its relay if it has one; the lock is held."""
@@ -330,7 +331,12 @@ class AgentWorkers(Client):
         words = f"its reply was lost with host {agent.host}, which passes calls on to its host"
         for rank in [rank for rank, other in enumerate(self.agents) if other in below]:
             self._fail_open(rank, Failure(FailureKind.CANCELLED, words))
-        self._relay_of = {}  # for good: the next host that is lost must not take others along
+        # Others are sent the next messages directly, so that the next host that is lost does not take them along, but
+        # not those that may still be passed on what was sent before.
+        self._relays = ()
+        self._relay_of = {
+            other: relay for other, relay in self._relay_of.items() if relay.lost is None and self.is_owed(other)
+        }
 
     def is_owed(self, agent: Agent) -> bool:
         """Whether ranks of a host owe a reply; see `links.Group`."""
@@ -444,6 +450,7 @@ class AgentWorkers(Client):
             asked.append(self._ask(relay, AgentServer.relay, [agent.address for agent in below], n_ranks))
         self.links.answers(asked)
         with self.lock:
+            self._relays = [block[0] for block in blocks]
             self._relay_of = {agent: block[0] for block in blocks for agent in block}
 
     def replace(self, rank: int) -> None:
