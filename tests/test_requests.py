@@ -1989,3 +1989,29 @@ def test_a_plain_request_that_cannot_be_sent_fails_alone(make_group, monkeypatch
     monkeypatch.setattr(workers, "call", call)
     first, second, third = asyncio.run(main())
     assert (first, third) == ([0], [2]) and isinstance(second, bm.ResourceError)
+
+
+class Beside(bm.Worker):
+    @register(Dispatch.REQUEST, concurrency=2)
+    async def fail_or_stick(self):
+        if self.rank == 1:
+            raise ValueError("the first cause")
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(DEADLINE)
+
+    @register(Dispatch.REQUEST, concurrency=2, is_idempotent=True)
+    async def other(self):
+        while self.rank < 2:
+            await asyncio.sleep(0.001)
+        return self.rank
+
+
+@pytest.mark.backends("local", "ray")
+def test_a_request_beside_one_for_which_its_rank_is_ended_is_sent_again(make_group):
+    group = make_group(bm.Mesh(dp=2, tp=2), Beside)
+    group.set_default_options(grace=0.1)
+    other = group.other.options(retries=1)()
+    with pytest.raises(bm.RemoteError, match="the first cause"):
+        group.fail_or_stick.options(replica=0)().result(DEADLINE)
+    assert other.result(DEADLINE) == 2

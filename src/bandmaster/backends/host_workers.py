@@ -219,7 +219,7 @@ class HostWorkers(LaneClient):
         return "cuda:0" if self._place.gpus.get(rank) and has_gpus() else "cpu"
 
     def _kill(self, tickets: Mapping[int, Any], why: str) -> None:
-        """Kill the workers that are running these calls, which fail as cancelled; calls behind them tell of the death."""
+        """Kill the workers that are running these calls, which fail as cancelled; others tell of the death."""
         there = {rank: ticket for rank, ticket in tickets.items() if ticket is None or self.is_at(rank, ticket)}
         processes = []
         with self.lock:
