@@ -17,6 +17,7 @@ from ends import in_another_thread
 
 import bandmaster as bm
 from bandmaster import Broadcast, Dispatch, Execute, Gather, Mesh, Only, Reduce, Split, TransferProtocol, register
+from bandmaster.backends.host_workers import HostWorkers
 from bandmaster.wire.lane import Lane
 
 pytestmark = pytest.mark.backends("inprocess", "local")
@@ -471,6 +472,19 @@ def test_other_threads_see_all_workers_while_one_is_replaced(make_group, tmp_pat
     with done_when(is_replaced, partial(in_another_thread, look)):
         group.replace(1)
     assert seen == [[0, 1, 2], [0, 2]]
+
+
+@pytest.mark.backends("local")
+def test_a_rank_that_is_replaced_as_another_thread_ends_it_is_not_ended_again(make_group, tmp_path):
+    group = make_group(2, Fragile, tmp_path / "refusal")
+
+    def is_noted(frame, kind, what):
+        is_left = kind == "return" and frame.f_code.co_name == "__exit__"
+        return is_left and frame.f_back.f_code is HostWorkers._kill.__code__
+
+    with done_when(is_noted, partial(in_another_thread, group.replace, 0)):
+        group._ownership.workers().interrupt({0: None}, "stuck")
+    assert group.echo(1) == [1, 1] and group.healthy
 
 
 def test_a_group_that_could_not_be_restarted_is_dead_until_it_is(make_group, tmp_path):
