@@ -510,6 +510,45 @@ def test_a_failed_call_fails_who_uses_its_rows(two, three):
         len(mixed)
 
 
+class Unlike(bm.Worker):
+    @register(Dispatch.DP_PROTO)
+    def metrics(self, ids, width):
+        return {"wide": np.zeros((len(ids), width)), "loss": 0.5}
+
+    @register(Dispatch.DP_PROTO)
+    def unpadded(self, ids, width):
+        return {"wide": np.zeros((len(ids), width + self.rank))}
+
+    @register(bm.TransferProtocol(bm.Split("dp", pad=True), bm.Concat("dp")))
+    def fewer(self, ids, width):
+        return {"wide": np.zeros((1, width))}
+
+    @register(Dispatch.DP_PROTO)
+    def nothing(self, ids, width):
+        return None
+
+
+@pytest.mark.parametrize("width", [3, 30_000])
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("metrics", r"rank 0: a dict mixes batches with other values: 'wide' has 2 rows, 'loss' is float without rows"),
+        ("unpadded", r"rank 0 has returned \{'wide': float64\[%d\]\}, rank 1 \{'wide': float64\[%d\]\}"),
+        ("fewer", r"rank 0 has returned 1 rows for 2"),
+        ("nothing", r"rank 0 has returned no batch"),
+    ],
+)
+def test_values_that_are_no_rows_are_laid_to_the_method_that_returned_them(two, three, backend, width, method, reason):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        unlike = bm.WorkerGroup(pool, Unlike)
+        made = getattr(unlike, method).submit(np.arange(4), width)
+        reason = reason % (width, width + 1) if "%d" in reason else reason
+        message = rf"what Unlike.{method} has returned cannot be passed on as rows: {reason}; return a batch with"
+        for use in (lambda: len(made), lambda: three.echo(made), made[:2].result, lambda: three.echo(made[:2])):
+            with pytest.raises(bm.BatchError, match=message):
+                use()
+
+
 def test_rows_that_were_released_are_lost(two, three):
     with made(two) as rows:
         part = rows[2:5]

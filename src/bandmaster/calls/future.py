@@ -287,7 +287,7 @@ class Future(Handle, Generic[T]):
             return None
         try:
             return self._drawing()
-        except BandmasterError:  # they were released, or are not rows of one kind
+        except BandmasterError:  # they were released, or cannot be one batch
             return None
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from bandmaster.calls.progress import progress
 from bandmaster.calls.request import CallSite
 from bandmaster.contract import Workers
-from bandmaster.errors import CallTimeout, ResourceError, RowsLost, UsageError
+from bandmaster.errors import BatchError, CallTimeout, ResourceError, RowsLost, UsageError
 from bandmaster.errors.failure import Failure, stacks_by_equality
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.forks import of_parent
@@ -238,15 +238,16 @@ class RowsResult(Result):
         """The rows that were kept; it is done, without an error.
 
         Raises:
-            UsageError: The values of the ranks do not make up one batch.
+            BatchError: The values of the ranks do not make up one batch.
         """
         assert self._rows is not None, "the future has checked keeps_rows"
-        if (table := self._rows.table) is None:
-            raise UsageError(
-                f"the ranks of {self.site.method} returned values that are not rows of one kind, so that they cannot "
-                "be passed on as rows; use the value of future.result()"
-            )
-        return table
+        try:
+            return self._rows.table
+        except BatchError as error:
+            raise BatchError(
+                f"what {self.site.method} has returned cannot be passed on as rows: {error}; return a batch with the "
+                "same columns on every rank, or collect with Gather() and pass the value of future.result()"
+            ) from None
 
     def check_small_rows(self) -> None:
         """Join kept rows that arrived with the replies, so that `done` has the error if they cannot be joined."""

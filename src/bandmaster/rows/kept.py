@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Kept, KeptCopy, RowFacts, Workers
-from bandmaster.errors import CallTimeout, ResourceError, RowsLost
+from bandmaster.errors import BatchError, CallTimeout, ResourceError, RowsLost
 from bandmaster.plan.columns import Schema
 from bandmaster.plan.rows import RealRows
 from bandmaster.platform.deadline import Deadline
@@ -167,19 +167,16 @@ class KeptRows:
         return all(part.is_here for part in self.parts.values())
 
     @cached_property
-    def table(self) -> Table | None:
-        """All rows, without those that were computed from padding; None if they cannot be one batch.
+    def table(self) -> Table:
+        """All rows, without those that were computed from padding.
 
         Ranks without rows, or with padding alone, do not determine the columns.
 
         Raises:
-            BatchError: The value of a rank mixes batches with other values.
+            BatchError: The values of the ranks cannot be one batch; the message says which rank has returned what.
         """
-        parts, counts = list(self.parts.values()), list[int]()
-        for part in parts:
-            if part.facts is None:
-                return None
-            counts.append(part.facts.n_rows)
+        parts, facts = list(self.parts.values()), [_facts(part) for part in self.parts.values()]
+        counts = [known.n_rows for known in facts]
         starts = list(accumulate(counts, initial=0))
         for part, (start, stop) in zip(parts, pairwise(starts), strict=True):
             part.origin.numbers = range(start, stop)
@@ -188,19 +185,35 @@ class KeptRows:
             order = self._real_rows.order(list(self.parts))
             if order is not None or self._real_rows.padded_to is not None:
                 kept, counts = counts, [len(self._real_rows.numbers[rank]) for rank in self.parts]
-                if kept != [self._real_rows.padded_to or n for n in counts]:
-                    return None  # a rank has not kept a row for each row
-        with_rows = [(part, n) for part, n in zip(parts, counts, strict=True) if n] or [(part, 0) for part in parts]
-        kinds = [_kinds(part.facts.schema) for part, _ in with_rows if part.facts is not None]
-        if any(kind != kinds[0] for kind in kinds):
-            return None
-        table = table_of(*zip(*with_rows, strict=True))
+                sent = [self._real_rows.padded_to or n for n in counts]
+                for rank, n_kept, n_sent in zip(self.parts, kept, sent, strict=True):
+                    if n_kept != n_sent:
+                        raise BatchError(f"rank {rank} has returned {n_kept} rows for {n_sent}")
+        with_rows = [number for number, n in enumerate(counts) if n] or range(len(parts))
+        first = with_rows[0]
+        for other in with_rows:
+            if _kinds(facts[other].schema) != _kinds(facts[first].schema):
+                raise BatchError(
+                    f"rank {parts[first].origin.rank} has returned {facts[first].schema}, "
+                    f"rank {parts[other].origin.rank} {facts[other].schema}"
+                )
+        table = table_of([parts[number] for number in with_rows], [counts[number] for number in with_rows])
         return table if order is None else take(table, order)
 
     def release(self) -> None:
         """Release all rows."""
         for part in self.parts.values():
             part.release()
+
+
+def _facts(part: KeptPart) -> RowFacts:
+    try:
+        facts = part.facts
+    except BatchError as error:
+        raise BatchError(f"rank {part.origin.rank}: {error}") from None
+    if facts is None:
+        raise BatchError(f"rank {part.origin.rank} has returned no batch")
+    return facts
 
 
 def _kinds(schema: Schema) -> dict[Hashable, Any]:
