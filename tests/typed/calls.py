@@ -90,6 +90,14 @@ def correct(pool: bm.ResourcePool) -> None:
         assert_type(actor.chat.all("a"), bm.Future[list[str]])
         assert_type(actor.length("a").result(), int)
         actor.chat.map(["a", "b"], "!", in_flight=4).result()
+        # Rows by handle
+        kept = actor.act.submit(["a"])
+        assert_type(actor.act(kept, times=3), list[str])
+        assert_type(actor.act.submit(kept.shuffle(seed=1), 3), bm.Future[list[str]])
+        assert_type(actor.loss(bm.concat([kept, kept])), float)
+        assert_type(actor.chat.all(kept), bm.Future[list[str]])
+        assert_type(actor.chat(kept), bm.Future[str])
+        assert_type(actor.rows.stream(kept), bm.Stream)
         assert_type(actor.world_size, int)
         actor.restart()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from bandmaster.calls.future import Claim, Future, as_it_is, claims_of
 from bandmaster.calls.options import FLOW_NAMES, FlowOptions, MethodOptions
@@ -32,7 +32,11 @@ class GroupMethod(AnyMethod, Generic[P, C, G]):
     _kind = "group method"
     _how = FlowOptions()
 
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> C:
+    @overload
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> C: ...
+    @overload
+    def __call__(self, rows: Future[Any], /, *args: Any, **kwargs: Any) -> C: ...
+    def __call__(self, /, *args: Any, **kwargs: Any) -> C:
         """Call the method on the group. Returns its result, or a `Future` if registered with ``blocking=False``."""
         result: C = self._send(args, kwargs, waits=self._spec.registration.is_blocking)
         return result
@@ -55,7 +59,11 @@ class GroupMethod(AnyMethod, Generic[P, C, G]):
         flow = {name: value for name, value in options.items() if name in FLOW_NAMES}
         return self._but(limits, self._how.but(flow, self._spec.is_generator))
 
-    def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[G]:
+    @overload
+    def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[G]: ...
+    @overload
+    def submit(self, rows: Future[Any], /, *args: Any, **kwargs: Any) -> Future[G]: ...
+    def submit(self, /, *args: Any, **kwargs: Any) -> Future[G]:
         """Send the call and return its `Future` without waiting.
 
         Raises:
@@ -65,7 +73,11 @@ class GroupMethod(AnyMethod, Generic[P, C, G]):
         future: Future[G] = self._send(args, kwargs, waits=False)
         return future
 
-    def stream(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream:
+    @overload
+    def stream(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream: ...
+    @overload
+    def stream(self, rows: Future[Any], /, *args: Any, **kwargs: Any) -> Stream: ...
+    def stream(self, /, *args: Any, **kwargs: Any) -> Stream:
         """Send the call, and return an iterator over the results of the ranks as they arrive.
 
         The items are futures that are done, one for each rank whose value the protocol collects. If the method is a

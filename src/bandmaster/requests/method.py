@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.options import RequestOptions
@@ -50,7 +50,11 @@ class RequestMethod(AnyMethod, Generic[P, G]):
     _how = ANY
     calls_back = False  # whether a request that runs on the group waits for those of this method
 
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[G]:
+    @overload
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[G]: ...
+    @overload
+    def __call__(self, rows: Future[Any], /, *args: Any, **kwargs: Any) -> Future[G]: ...
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Future[G]:
         """Send a request to one replica. Returns its future, which can be awaited, or waited for by ``result``.
 
         If all replicas run as many requests of the method as its ``concurrency`` allows, the request waits for a place:
@@ -66,7 +70,11 @@ class RequestMethod(AnyMethod, Generic[P, G]):
 
     submit = __call__
 
-    def all(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[list[G]]:
+    @overload
+    def all(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[list[G]]: ...
+    @overload
+    def all(self, rows: Future[Any], /, *args: Any, **kwargs: Any) -> Future[list[G]]: ...
+    def all(self, /, *args: Any, **kwargs: Any) -> Future[list[G]]:
         """Send the request to all replicas, whether or not they have a place for it.
 
         While a rank is being replaced, the request waits, and outside of an event loop this call does.
@@ -178,7 +186,11 @@ class RequestMethod(AnyMethod, Generic[P, G]):
         chosen: Mapping[str, Any] = {name: value for name, value in options.items() if name not in LIMITS}
         return self._but(limits, self._how.but(chosen, len(Router.of(self._submitter, self._spec).replicas)))
 
-    def stream(self, /, *args: P.args, **kwargs: P.kwargs) -> RequestStream[Any]:
+    @overload
+    def stream(self, /, *args: P.args, **kwargs: P.kwargs) -> RequestStream[Any]: ...
+    @overload
+    def stream(self, rows: Future[Any], /, *args: Any, **kwargs: Any) -> RequestStream[Any]: ...
+    def stream(self, /, *args: Any, **kwargs: Any) -> RequestStream[Any]:
         """Send a request to one replica, and return an iterator over the items that the method yields there.
 
         Iterate with ``async for`` or ``for``. The request has its place until the stream ends.
