@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None = None, **more: Any) -> None:
     """Save a model, its optimizer and more, each rank its own shards.
 
-    Collective, if ``torch.distributed`` is initialised: all ranks call it. Parameters that are not a ``DTensor`` are
-    saved once, on the assumption that they are equal on all ranks.
+    Collective, if ``torch.distributed`` is initialised: all ranks call it. If not, a process saves by itself, and needs
+    a folder of its own. Parameters that are not a ``DTensor`` are saved once, on the assumption that they are equal on
+    all ranks.
 
     Args:
         path: A folder that all ranks can reach, and all ranks that will load it. A checkpoint in it is overwritten,
