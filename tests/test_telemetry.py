@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -384,6 +385,17 @@ def test_a_telemetry_whose_provider_has_no_tracer_leaves_nothing_open(actor):
     with pytest.raises(OSError, match="no certificate"):
         Telemetry(port=port, provider=Refusing())
     with Telemetry(port=port):
+        pass
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            OSError, match=rf"served on 127\.0\.0\.1:{port}: Address already in use; choose another port"
+        ):
+            Telemetry(port=port, provider=TracerProvider())
+    with Telemetry(port=0, provider=TracerProvider()):  # nothing was left open
         pass
 
 

@@ -100,7 +100,11 @@ class Telemetry:
             self.url: str | None = None
             self._figures = Figures()
             if port is not None:
-                server, thread = start_http_server(port, host, self._figures.registry)
+                try:
+                    server, thread = start_http_server(port, host, self._figures.registry)
+                except OSError as error:
+                    what = f"the figures cannot be served on {host}:{port}: {error.strerror}; choose another port, or 0"
+                    raise OSError(error.errno, what) from None
                 for end in (thread.join, server.server_close, server.shutdown):  # the last one first
                     closing.callback(end)
                 self.url = f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics"
