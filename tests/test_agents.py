@@ -346,6 +346,49 @@ def test_a_request_that_waits_for_rows_is_not_for_the_worker_that_replaces_its_o
     assert done.stdout == "replace rank 1\nrequest of rank 0\n[((1,), 2)]\n", done.stderr
 
 
+LET_GO_ON_EARLY = """
+from types import SimpleNamespace
+from bandmaster.contract import Reply, Ticket
+from bandmaster.errors.failure import Failure
+from bandmaster.hosts.agent import AgentServer
+from bandmaster.hosts.handshake import Secret
+from bandmaster.hosts.link import FrameKind, Message
+from bandmaster.wire.messages import call_message
+
+class Workers(SimpleNamespace):
+    arrivals, reports, deaths, records, rendezvous = None, {}, {}, ["rank 0"], {}
+
+    def put(self, payloads):
+        return list(payloads)
+
+    def call(self, calls, tickets):
+        tickets[0] = ticket
+
+    def fetch(self, ticket):
+        return Failure.of(ValueError("odd"))
+
+    def resume(self, tickets):
+        print("resume", list(tickets))
+
+ticket = Ticket()
+server = AgentServer(Secret.new(), "127.0.0.1", "test", lambda said, shows: (Workers(), (0,)))
+server.start("group", None)
+ranks = server.groups["group"]
+body = call_message(7, ("method", int(Reply.DROP), (), [], None), False, True)[4:]
+ranks.take(Message(FrameKind.CALLS, ("group", [((0,), body)]), {}), False)
+ranks.resume({0: 7})
+ticket.is_done = True
+ticket.on_done()
+print("replies", len(ranks.news()[0]))
+"""
+
+
+def test_a_rank_goes_on_that_fails_when_its_reply_is_not_waited_for_any_more():
+    """The host that passes its replies on was lost, and so the controller has taken the call for over."""
+    done = subprocess.run([sys.executable, "-c", LET_GO_ON_EARLY], capture_output=True, text=True, check=False)
+    assert done.stdout == "resume []\nresume [0]\nreplies 1\n", done.stderr
+
+
 REPLACED_TWICE_AT_ONCE = """
 import threading
 from types import SimpleNamespace
@@ -1027,6 +1070,15 @@ def test_no_message_overtakes_one_that_is_passed_on_as_another_host_is_lost():
         with pytest.raises(bm.CallCancelled):
             stays.result(30)
         assert group.total_here.options(replica=below)(ROWS).result(30) == int(ROWS["i"].sum())
+
+
+def test_a_rank_that_has_failed_is_let_go_on_directly(tree):
+    """The host that passes calls on may be lost with the message."""
+    (below,) = [agent for agent in agents("hosts-in-a-tree").values() if agent.host == "host4"]
+    sent = below.link._n_sent
+    with pytest.raises(bm.RemoteError):
+        tree.fail_on(6)
+    until(lambda: below.link._n_sent > sent)
 
 
 def test_a_host_that_no_calls_can_be_passed_on_to_is_lost_though_it_answers_the_controller():

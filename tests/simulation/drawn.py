@@ -48,6 +48,7 @@ class Kind(NamedTuple):
         limiting: Share of calls that have a limit of time themselves.
         closing: Share of steps in which a thread closes the group, which others use.
         acting: Share of steps in which a call stands still that is ended, perhaps with a rank or the group.
+        is_tree: Whether the agents of the hosts pass messages on to each other.
         is_colocated: Whether the ranks have two workers each, of which either gets half of the calls.
     """
 
@@ -81,6 +82,7 @@ class Kind(NamedTuple):
     closing: float = 0.0
     acting: float = 0.0
     is_colocated: bool = False
+    is_tree: bool = False
 
     @classmethod
     def drawn(cls, seed: int) -> Kind:
@@ -117,6 +119,9 @@ class Kind(NamedTuple):
         )
         if draw.random() < 0.85:
             if draw.random() < 0.85:
+                if drawn.n_hosts > 1 and (tree := random.Random(f"tree {seed}")).random() < 0.3:
+                    n_hosts = tree.choice([2, 3, 5])
+                    drawn = drawn._replace(is_tree=True, n_hosts=n_hosts, n_ranks=n_hosts + tree.choice([0, 1]))
                 if drawn.turning or drawn.stalling:
                     return drawn
                 return drawn._replace(is_colocated=random.Random(f"colocated {seed}").random() < 0.2)

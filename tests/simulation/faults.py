@@ -115,7 +115,9 @@ def act(program: Program, draw: random.Random) -> None:
     world.note("stands still", sent.token, sent.method, plan, after_s, policy)
     began = world.now
     try:
-        method = getattr(program.group_of(sent), sent.method).options(stall_after=after_s, on_stall=policy, timeout=None)
+        method = getattr(program.group_of(sent), sent.method).options(
+            stall_after=after_s, on_stall=policy, timeout=None
+        )
         value = method(sent.token)
         program.judge(sent, value if sent.method == "work" else value.result())
     except bm.Stalled as error:

@@ -7,6 +7,7 @@ import gc
 import itertools
 import logging
 import math
+import os
 import random
 import sys
 import threading
@@ -105,6 +106,7 @@ class Program:
     def _main(self, made: Installed) -> None:
         world, kind = self.world, self.kind
         backend = "inprocess" if kind.is_inprocess else "simulated-hosts" if kind.n_hosts else "simulated"
+        os.environ["BANDMASTER_TREE_FROM"] = "2" if kind.is_tree else "32"
         with bm.ResourcePool([kind.n_ranks], backend=backend) as pool, ExitStack() as others:
             if kind.circling:
                 self.group = bm.WorkerGroup(pool, Caller, None, name="Called")

@@ -354,7 +354,10 @@ class AgentWorkers(Client):
 
     def resume(self, tickets: Mapping[int, Any]) -> None:
         """Let ranks begin their next calls; see `contract.Workers.resume`."""
-        self._tell(FrameKind.RESUME, self._numbers_of(tickets))
+        with self.lock:
+            for agent, numbers in self._numbers_of(tickets).items():  # directly: a relay may be lost with it
+                self.links.send(agent, FrameKind.RESUME, self.name, numbers)
+        self.links.flush(self.hosts)
 
     def _tell(self, kind: FrameKind, by_agent: Mapping[Agent, Mapping[int, int | None]]) -> None:
         """Tell each agent something of calls of its ranks."""
