@@ -126,8 +126,8 @@ MUTANTS = [
     Mutant(
         "several-swapped",
         "wire/client.py",
-        "(ticket := requests.get(number)) is not None",
-        "(ticket := requests.get(next(iter(requests), 0))) is not None",
+        "self._requests[rank].pop(number, None)",
+        "self._requests[rank].pop(next(iter(self._requests[rank]), 0), None)",
         "A reply to a request goes to the first open request of its rank.",
     ),
     Mutant(

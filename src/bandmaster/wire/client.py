@@ -167,20 +167,28 @@ class Client:
         kind, number = header_of(body)
         times = None
         if kind == _SEVERAL:
-            return self._take_several(ranks[0], read_content(body), receiver)
-        if kind == _REPORT:
-            self.reports.take(ranks[0], read_content(body))
+            for one in read_content(body):
+                self._take_one(ranks, one, receiver)
             return True
         if kind >= _TIMED:
-            kind -= _TIMED
-            times, body = (bytes(body[-TIMES_NBYTES:]), time.monotonic_ns()), body[:-TIMES_NBYTES]
-        outcome: Payload | Kept | Failure | None
-        if kind == _VALUE:
-            outcome = Payload(bytes(body[HEADER_NBYTES:]))
-        elif kind >= _ITEM:
-            return self._take_several(ranks[0], ((number, kind, read_content(body), None),), receiver)
-        else:
-            outcome = None if kind == _NOTHING else outcome_of(kind, read_content(body), receiver)
+            kind, times, body = kind - _TIMED, bytes(body[-TIMES_NBYTES:]), body[:-TIMES_NBYTES]
+        content = bytes(body[HEADER_NBYTES:]) if kind == _VALUE else None if kind == _NOTHING else read_content(body)
+        return self._take_one(ranks, (number, kind, content, times), receiver)
+
+    def _take_one(self, ranks: Sequence[int], reply: SmallReply, receiver: Receiver) -> bool:
+        """Take a reply, an item that a request has made, or a report; False if a rank had replied before."""
+        number, kind, content, times = reply
+        if kind == _REPORT:
+            self.reports.take(ranks[0], content)
+            return True
+        is_item, kind = kind & _ITEM, kind & ~_ITEM
+        outcome = Payload(content) if kind == _VALUE else outcome_of(kind, content, receiver)
+        if is_item:
+            ticket = self._requests[ranks[0]].get(number)
+            if ticket is not None and ticket.on_item is not None:
+                ticket.on_item(outcome)
+            return True
+        received = None if times is None else (times, time.monotonic_ns())
         shared = outcome if len(ranks) > 1 and isinstance(outcome, Payload) and outcome.buffers else None
         is_first = True
         for rank in ranks:
@@ -188,34 +196,9 @@ class Client:
             if ticket is None:
                 is_first = False
                 continue
-            if times is not None:
-                ticket.times = times
-            if kind != _VALUE:
-                self._finish(ticket, shared.private() if shared else outcome)  # the caller may write to each
-                continue
-            ticket.outcome, ticket.is_done, ticket.holds = outcome, True, ()  # as most are
-            if ticket.on_done is not None:
-                ticket.on_done()
+            ticket.times = received
+            self._finish(ticket, shared.private() if shared else outcome)  # the caller may write to each
         return is_first
-
-    def _take_several(self, rank: int, replies: Sequence[SmallReply], receiver: Receiver) -> bool:
-        """Take replies to requests of a rank, and items that they have made."""
-        requests = self._requests[rank]
-        for number, kind, content, times in replies:
-            if kind == _REPORT:
-                self.reports.take(rank, content)
-            elif (ticket := requests.get(number)) is not None:
-                is_item, kind = kind >= _ITEM, kind & ~_ITEM
-                outcome = Payload(content) if kind == _VALUE else outcome_of(kind, content, receiver)
-                if is_item:
-                    if ticket.on_item is not None:
-                        ticket.on_item(outcome)
-                    continue
-                del requests[number]
-                if times is not None:
-                    ticket.times = times, time.monotonic_ns()
-                self._finish(ticket, outcome)
-        return True
 
     def _finish(self, ticket: MessageTicket, outcome: Any) -> None:
         ticket.outcome, ticket.is_done, ticket.holds = outcome, True, ()
