@@ -88,14 +88,10 @@ class LaneClient(Client):
 
     def put(self, payloads: Sequence[Payload | Kept]) -> list[Any]:
         """Make parts of payloads: small ones as they are, and a shared segment for each large one."""
-        parts: list[Any] = []
-        for payload in payloads:
-            if type(payload) is not Payload:
-                parts.append(None)
-            elif not payload.buffers and len(payload.head) <= INLINE_NBYTES:  # as most are
-                parts.append((payload.head, ()))
-            else:
-                parts.append(inline(payload) if payload.nbytes <= INLINE_NBYTES else None)
+        parts: list[Any] = [
+            inline(payload) if type(payload) is Payload and payload.nbytes <= INLINE_NBYTES else None
+            for payload in payloads
+        ]
         if None in parts:
             with self.lock:
                 parts = [part or self.place(payload) for part, payload in zip(parts, payloads, strict=True)]
