@@ -364,14 +364,15 @@ class Ticket:
         is_dropped: Whether the rank never gets it.
         on_done: If it is set, the thread that receives the reply calls it; it must not block.
         on_item: The same, called with each item, a payload or a failure, of a request that runs an async generator.
-        place: Its place among the messages of the same workers; 0 where calls are sent in the order of `Workers.call`.
+        number: Its number among the messages of the same workers, in the order in which they are sent; 0 where calls
+            are sent in the order of `Workers.call`.
         times: The times of the worker, packed as `TIMES`, and when the reply was received; None but for calls that are
             timed, once they are done.
     """
 
     __slots__ = ("is_done", "is_dropped", "on_done", "on_item", "outcome", "times")
 
-    place = 0
+    number = 0
 
     def __init__(self, outcome: Any = None, is_done: bool = False) -> None:
         self.outcome, self.is_done, self.is_dropped = outcome, is_done, False

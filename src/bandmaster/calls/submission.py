@@ -183,7 +183,7 @@ class Submitter:
                 if orders:
                     self.work.add(call)
                     self.work.send_calls(workers, orders, call.tickets)
-                    call.place = next(iter(call.tickets.values())).place if call.tickets else 0
+                    call.place = next(iter(call.tickets.values())).number if call.tickets else 0
                     if call.record is not None:
                         call.record.is_sent()
             except BaseException as error:
@@ -249,7 +249,7 @@ class Submitter:
                     if orders:
                         self.work.send_calls(workers, orders, tickets)
                 finally:
-                    place = next(iter(tickets.values())).place if tickets else 0
+                    place = next(iter(tickets.values())).number if tickets else 0
                     for share, call in calls.items():
                         call.real_rows, call.record = real_rows, first.record
                         call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})

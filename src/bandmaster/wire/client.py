@@ -49,16 +49,9 @@ class MessageTicket(contract.Ticket):
     __slots__ = ("holds", "number")
 
     def __init__(self, number: int) -> None:
-        self.on_done = self.on_item = self.times = None
+        super().__init__()
         self.number = number
-        self.is_done = self.is_dropped = False
-        self.outcome: Any = None
         self.holds: Sequence[Any] = ()
-
-    @property
-    def place(self) -> int:  # type: ignore[override]  # here it is computed
-        """The number: messages are numbered as they are sent."""
-        return self.number
 
 
 class RequestTicket(MessageTicket):
