@@ -215,13 +215,11 @@ def stacks(pids: Sequence[int]) -> dict[int, str]:
         tellers = {pid: _word(page, TELLER) for pid, page in pages.items()}
         asked = {pid: pages[pid] for pid, thread in tellers.items() if thread}
         for pid in asked:
-            with contextlib.suppress(OSError):
-                _signal(pid, STACKS_SIGNAL, tellers[pid])
+            _signal(pid, STACKS_SIGNAL, tellers[pid])
         texts.update(_texts(asked, deadline, lambda text, _: told(text, COLLECTIVES) is not None))
         waiting = {pid: page for pid, page in pages.items() if can_tell_of_tasks(texts[pid])}
         for pid in waiting:
-            with contextlib.suppress(OSError):
-                _signal(pid, INTERRUPT_SIGNAL)
+            _signal(pid, INTERRUPT_SIGNAL)
         texts.update(_texts(waiting, deadline, lambda text, _: told(text, TASKS) is not None))
         shown = {pid: readable(text, _word(pages[pid], RUNNING) != 0) for pid, text in texts.items() if text}
         for page in pages.values():  # an interrupt is not to tell of tasks
@@ -249,10 +247,11 @@ def _word(page: int, word: int) -> int:
 
 
 def _signal(pid: int, number: int, thread: int = 0) -> None:
-    """Signal a thread, by default the main thread: what is sent to the process may reach another one than meant."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.tgkill(pid, thread or pid, number):
-        raise OSError(ctypes.get_errno(), "tgkill")
+    """Signal a thread, by default the main thread: what is sent to the process may reach another one than meant.
+
+    A thread that has ended is left alone.
+    """
+    ctypes.CDLL(None).tgkill(pid, thread or pid, number)
 
 
 @dataclass(frozen=True)
