@@ -39,15 +39,8 @@ _log = logging.getLogger(__name__)
 
 
 class Seen(NamedTuple):
-    """A call that was seen before it ended.
+    """A call that was seen before it ended: the moment at which it was seen first, and its method."""
 
-    Attributes:
-        call: The call.
-        since: When it was seen first.
-        method: Its method.
-    """
-
-    call: weakref.ref[Any]
     since: float
     method: str
 
@@ -98,11 +91,11 @@ class WatchedCalls:
 
     def __init__(self, tell: Callable[[Stall], object], find: Find) -> None:
         self._tell, self._find = tell, find
-        self._seen: dict[int, Seen] = {}  # by the id of the call
+        self._seen: dict[weakref.ref[Any], Seen] = {}  # the calls that had not ended at the last look
         self._took: dict[str, float] = {}  # the longest that calls were seen to take, by method
         self._lives: dict[int, Life] = {}
         self._told: Told | None = None
-        self._open: set[int] = set()  # the ids of the calls that ranks have, and when this has changed
+        self._open: set[weakref.ref[Any]] = set()  # the calls that ranks have, and when this has changed
         self._changed_at = 0.0
         self._spins_at = self._looks_at = 0.0  # the moments before which this is not done again
         self._policies = Policies()
@@ -120,11 +113,11 @@ class WatchedCalls:
         self._note(calls, now)
         is_renewing = self._policies.is_renewing  # what has no place then waits for that
         calls = [call for call in calls if not call.is_cancelled and (call.tickets or not is_renewing)]
-        limits = {id(call): limit for call in calls if (limit := self._after(call)) is not None}
-        new = [OFTEN * limit for number, limit in limits.items() if self._seen[number].since == now]
+        limits = {call: limit for call in calls if (limit := self._after(call)) is not None}
+        new = [OFTEN * limit for call, limit in limits.items() if self._since(call) == now]
         self._looks_at = min(self._looks_at, now + min(new, default=math.inf))
-        old = [call for call in calls if id(call) in limits and now - self._seen[id(call)].since >= YOUNG_S]
-        if (open_now := {id(call) for call in old if call.tickets}) != self._open:
+        old = [call for call in limits if now - self._since(call) >= YOUNG_S]
+        if (open_now := {weakref.ref(call) for call in old if call.tickets}) != self._open:
             self._open, self._changed_at = open_now, now
         if self._told is not None and self._told.call() not in old:
             self._withdraw(self._told)
@@ -134,13 +127,13 @@ class WatchedCalls:
         self._look_at_ranks(workers, old, now)
         stalled, left = dict[Any, float](), [OFTEN * min(limits.values())]  # seconds until the next look
         for call in old:
-            quiet, limit = self._quiet_s(call, now), limits[id(call)]
+            quiet, limit = self._quiet_s(call, now), limits[call]
             is_long = max(quiet, default=-1.0) >= limit
             if not call.tickets:  # it waits for its rows, or for a place, which others have that stand still
-                is_quiet = now - max(self._changed_at, self._seen[id(call)].since) >= limit
+                is_quiet = now - max(self._changed_at, self._since(call)) >= limit
                 is_vain = is_quiet and not (isinstance(call, Call) or call.waits_for)
                 if is_vain and (not open_now or stalled):
-                    stalled[call] = now - self._seen[id(call)].since
+                    stalled[call] = now - self._since(call)
             elif is_long and (min(quiet) >= limit or self._waits_in_vain(workers, call, limit, now)):
                 stalled[call] = max(quiet)
             else:
@@ -155,20 +148,21 @@ class WatchedCalls:
 
     def _quiet_s(self, call: Any, now: float) -> list[float]:
         """Seconds without progress of each rank that owes a reply; none if there is one of which nothing is known."""
-        ranks, since = call.unanswered, self._seen[id(call)].since
+        ranks, since = call.unanswered, self._since(call)
         known = [self._lives[rank].moved_at for rank in ranks if rank in self._lives]
         return [now - max(moved_at, since) for moved_at in known] if len(known) == len(ranks) else []
 
     def _note(self, calls: Sequence[Any], now: float) -> None:
         """Note when calls were seen first, and how long those took that have ended since the last look."""
         before = self._seen
-        self._seen = {}
-        for call in calls:
-            known = before.pop(id(call), None)
-            is_same = known is not None and known.call() is call
-            self._seen[id(call)] = known if known and is_same else Seen(weakref.ref(call), now, call.site.method)
-        for _, since, method in before.values():
+        seen = {weakref.ref(call): Seen(now, call.site.method) for call in calls}
+        self._seen = {call: before.pop(call, found) for call, found in seen.items()}
+        for since, method in before.values():
             self._took[method] = max(now - since, self._took.get(method, 0.0))
+
+    def _since(self, call: Any) -> float:
+        """The moment at which a call was seen first."""
+        return self._seen[weakref.ref(call)].since
 
     def _after(self, call: Any) -> float | None:
         """Seconds without progress after which a call has stalled; None for never."""
