@@ -42,7 +42,7 @@ from bandmaster.contract import RowFacts
 from bandmaster.errors.failure import Failure
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import MAGIC, Refused, Secret, greet, welcome
-from bandmaster.hosts.link import FOR_MESSAGES, FOR_ROWS, FrameKind, Link
+from bandmaster.hosts.link import FrameKind, Link, Purpose
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.workers import AgentWorkers, FarRows
 from bandmaster.testing import BackendContract
@@ -464,7 +464,7 @@ from types import SimpleNamespace
 from bandmaster.contract import Reply
 from bandmaster.hosts import agent
 from bandmaster.hosts.handshake import Secret
-from bandmaster.hosts.link import FOR_MESSAGES, FrameKind, connect
+from bandmaster.hosts.link import FrameKind, Purpose, connect
 from bandmaster.wire.client import MessageTicket
 from bandmaster.wire.messages import call_message
 
@@ -474,7 +474,7 @@ workers.put, workers.call, workers.fetch = list, lambda calls, sent: sent.update
 server = agent.AgentServer(secret, "127.0.0.1", "test", lambda said, shows: (workers, (0,)))
 server.start("group", None)
 threading.Thread(target=server.run, args=(20.0,), daemon=True).start()
-link = connect(server.address, secret, FOR_MESSAGES, timeout_s=10.0)
+link = connect(server.address, secret, Purpose.MESSAGES, timeout_s=10.0)
 message = call_message(1, ("method", int(Reply.DROP), (), (), None), False, False)[4:]
 link.send(FrameKind.CALLS, "group", [(None, message)], [], False)
 while ticket.on_done is None or server._poller._blocked is None:
@@ -1129,7 +1129,7 @@ def test_what_comes_before_the_proof_is_not_looked_into(group, tmp_path, opening
     assert len(group.process()) == 5
 
 
-@pytest.mark.parametrize("purpose", [FOR_MESSAGES, FOR_ROWS])
+@pytest.mark.parametrize("purpose", [Purpose.MESSAGES, Purpose.ROWS])
 def test_a_wrong_secret_is_refused_by_both_ends(group, purpose):
     with connected() as sock, pytest.raises(Refused):
         greet(sock, Secret.new(), purpose)
@@ -1142,17 +1142,17 @@ def test_what_a_connection_is_for_cannot_be_changed_on_the_way():
         between = SimpleNamespace(
             settimeout=client.settimeout,
             recv=client.recv,
-            sendall=lambda said: client.sendall(said if said.startswith(MAGIC) else said[:-1] + bytes([FOR_ROWS])),
+            sendall=lambda said: client.sendall(said if said.startswith(MAGIC) else said[:-1] + bytes([Purpose.ROWS])),
         )
         welcomed = threads.submit(welcome, server, secret)
-        greet(between, secret, FOR_MESSAGES)
+        greet(between, secret, Purpose.MESSAGES)
         with pytest.raises(Refused):
             welcomed.result(timeout=30)
 
 
 def test_a_second_controller_is_not_served(group):
     with connected() as sock:
-        trusted, _ = greet(sock, get_backend("hosts")._links.secret, FOR_MESSAGES)
+        trusted, _ = greet(sock, get_backend("hosts")._links.secret, Purpose.MESSAGES)
         assert is_closed(trusted)
     assert len(group.process()) == 5
 
@@ -1160,7 +1160,7 @@ def test_a_second_controller_is_not_served(group):
 def test_a_frame_that_is_not_authentic_ends_the_connection(group, tmp_path):
     bomb = pickle.dumps(Bomb(tmp_path / "made"))
     with connected() as sock:
-        trusted, _ = greet(sock, get_backend("hosts")._links.secret, FOR_ROWS)
+        trusted, _ = greet(sock, get_backend("hosts")._links.secret, Purpose.ROWS)
         trusted.sendall(struct.pack("<II", len(bomb), 0) + bytes(16) + bomb)
         assert is_closed(trusted)
     assert not (tmp_path / "made").exists()
@@ -1248,7 +1248,7 @@ def link_pair(secret=None, timeout_s=10.0):
         accepted, _ = server.accept()
     with ThreadPoolExecutor(1) as threads:
         welcomed = threads.submit(welcome, accepted, secret)
-        mine = Link(*greet(client, secret, FOR_MESSAGES), timeout_s=timeout_s)
+        mine = Link(*greet(client, secret, Purpose.MESSAGES), timeout_s=timeout_s)
         theirs = Link(*welcomed.result()[:2], timeout_s=timeout_s)
     return mine, theirs
 

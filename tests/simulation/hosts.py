@@ -25,7 +25,7 @@ from bandmaster.backends.machine import MachineBackend
 from bandmaster.callers.door import Door
 from bandmaster.callers.passed import PassedCalls
 from bandmaster.hosts.agent import AgentServer
-from bandmaster.hosts.link import FOR_MESSAGES, TCP_INFO, connect
+from bandmaster.hosts.link import TCP_INFO, Purpose, connect
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.worker_process import call_path
@@ -358,7 +358,7 @@ class SimulatedHosts(MachineBackend):
         for host in dict.fromkeys(hosts):
             if host not in links.agents:
                 address = self._begin_agent(host, links.secret)
-                link = connect(address, links.secret, FOR_MESSAGES)
+                link = connect(address, links.secret, Purpose.MESSAGES)
                 with links.lock:
                     links.add(Agent(link, host, host, address, 1))
         workers = AgentWorkers(f"{launch.group} {next(self._names)}", links, [links.agents[host] for host in hosts])

@@ -23,7 +23,7 @@ from bandmaster.contract import CLOSED, NOT_CONSTRUCTED, Kept, Ticket, WorkerCal
 from bandmaster.errors import ClosedError, ResourceError, UsageError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.handshake import Refused, Secret
-from bandmaster.hosts.link import FOR_CALLERS, Address, FrameKind, connect
+from bandmaster.hosts.link import Address, FrameKind, Purpose, connect
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.platform.locks import SigintSafeLock
@@ -338,7 +338,7 @@ class FarRanks(AgentWorkers):
             agent = links.agents.get(place.address)
             if agent is None:
                 assert place.secret is not None, "the door has told it"
-                link = connect(place.address, place.secret, FOR_CALLERS)
+                link = connect(place.address, place.secret, Purpose.CALLERS)
                 agent = Agent(link, place.address, place.host, place.address, 0)
                 links.add(agent)
             known = agent.groups.get(place.group)

@@ -26,19 +26,7 @@ from bandmaster.contract import CLOSED, ShowOutput, Signs, Written
 from bandmaster.errors import ClosedError, PlacementError, ResourceError
 from bandmaster.errors.failure import Failure
 from bandmaster.hosts.handshake import Refused, Secret, welcome
-from bandmaster.hosts.link import (
-    FOR_CALLERS,
-    FOR_MESSAGES,
-    FOR_RELAY,
-    FOR_ROWS,
-    NO_ANSWER,
-    Address,
-    FrameKind,
-    Link,
-    Message,
-    connect,
-    in_memory,
-)
+from bandmaster.hosts.link import NO_ANSWER, Address, FrameKind, Link, Message, Purpose, connect, in_memory
 from bandmaster.hosts.ranks import HostRanks, WorkersHere
 from bandmaster.hosts.rows import Fetch, RowLinks, RowStore, StoredRows, serve_rows
 from bandmaster.platform.limits import start_thread
@@ -135,15 +123,15 @@ class AgentServer:
         finally:
             with self._meeting:
                 self._strangers.pop(sock, None)
-        if purpose == FOR_ROWS:
+        if purpose == Purpose.ROWS:
             serve_rows(Link(trusted, keys, timeout_s=host_timeout_s()), self._store)
             return
         link = Link(trusted, keys, self._place)
-        if purpose == FOR_MESSAGES and not self._first.done():
+        if purpose == Purpose.MESSAGES and not self._first.done():
             self._first.set_result(link)
-        elif purpose in (FOR_RELAY, FOR_CALLERS):
+        elif purpose in (Purpose.RELAY, Purpose.CALLERS):
             with self._lock:
-                self._serve(link, self._take if purpose == FOR_RELAY else self._take_called)
+                self._serve(link, self._take if purpose == Purpose.RELAY else self._take_called)
         else:
             link.close()
 
@@ -378,7 +366,7 @@ class AgentServer:
 
     def _link_below(self, address: Address) -> Link:
         try:
-            return connect(address, self.secret, FOR_RELAY, self._place)
+            return connect(address, self.secret, Purpose.RELAY, self._place)
         except (OSError, Refused) as error:
             raise PlacementError(
                 f"host {socket.gethostname()} cannot connect to the agent at {address[0]}:{address[1]}, which it has "

@@ -44,8 +44,6 @@ from bandmaster.platform.settings import host_timeout_s
 from bandmaster.wire.messages import Closed
 from bandmaster.wire.poller import HAS_ROOM, Poller
 
-# Purposes of links: of the controller, for rows, of another agent, of a worker that was given a group.
-FOR_MESSAGES, FOR_ROWS, FOR_RELAY, FOR_CALLERS = 1, 2, 3, 4
 N_ATTEMPTS = 3  # to connect
 MAC_NBYTES = 16
 DIGEST_NBYTES = 32
@@ -65,6 +63,15 @@ TCP_INFO = struct.Struct("=24xI24xII168xI")
 
 Address = tuple[str, int]
 Allocate = Callable[[int, tuple[Any, ...], Sequence[int]], Payload]  # the memory for a payload of a kind and content
+
+
+class Purpose(IntEnum):
+    """The purpose of a link: whose it is."""
+
+    MESSAGES = 1  # of the controller
+    ROWS = 2  # of whoever fetches rows
+    RELAY = 3  # of another agent, which passes calls on
+    CALLERS = 4  # of a worker that was given a group
 
 
 class FrameKind(IntEnum):
@@ -349,14 +356,14 @@ def _views(payloads: Iterable[Payload]) -> list[memoryview]:
 
 
 def connect(
-    address: Address, secret: Secret, purpose: int, place: Allocate = in_memory, timeout_s: float = 0.0
+    address: Address, secret: Secret, purpose: Purpose, place: Allocate = in_memory, timeout_s: float = 0.0
 ) -> Link:
     """Connect to an agent. This is tried again: a flood of connections may have the agent close some, or it is slow.
 
     Args:
         address: Where it listens.
         secret: The secret that both ends know.
-        purpose: `FOR_MESSAGES`, `FOR_ROWS`, `FOR_RELAY` or `FOR_CALLERS`.
+        purpose: What it is for.
         place: Makes the memory that large payloads are received in.
         timeout_s: As that of a `Link`.
 
@@ -374,7 +381,7 @@ def connect(
                 raise
 
 
-def _connected(address: Address, secret: Secret, purpose: int, place: Allocate, timeout_s: float) -> Link:
+def _connected(address: Address, secret: Secret, purpose: Purpose, place: Allocate, timeout_s: float) -> Link:
     sock = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
     try:
         return Link(*greet(sock, secret, purpose), place, timeout_s)

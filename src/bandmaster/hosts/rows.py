@@ -22,7 +22,7 @@ from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import Kept
 from bandmaster.errors import ResourceError, RowsLost
 from bandmaster.hosts.handshake import Secret
-from bandmaster.hosts.link import FOR_ROWS, Address, Allocate, FrameKind, Link, connect, in_memory
+from bandmaster.hosts.link import Address, Allocate, FrameKind, Link, Purpose, connect, in_memory
 from bandmaster.plan.batch import required_batch
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.settings import host_timeout_s
@@ -157,7 +157,7 @@ class _Fetchers:
                 fetch, future = wanted.fetch, wanted.future
                 try:
                     if connection is None:
-                        connection = connect(self._address, self._secret, FOR_ROWS, timeout_s=host_timeout_s())
+                        connection = connect(self._address, self._secret, Purpose.ROWS, timeout_s=host_timeout_s())
                         closing.callback(connection.close)
                     connection.place = wanted.place
                     connection.send(FrameKind.FETCH, fetch.key, fetch.numbers)

@@ -27,7 +27,7 @@ from bandmaster.codec import Payload
 from bandmaster.contract import Launch, ShowOutput, WorkerProcess, WorkerRecord
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
-from bandmaster.hosts.link import FOR_MESSAGES, connect, in_memory
+from bandmaster.hosts.link import Purpose, connect, in_memory
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.platform.limits import start_thread
@@ -80,7 +80,7 @@ class SimulatedHosts(MachineBackend):
         nodes = [str(host) for host in hosts]
         missing = [node for node in dict.fromkeys(nodes) if node not in self._links.agents]
         for node, (address, pid) in zip(missing, self._started(len(missing)), strict=True):
-            link = connect(address, self._links.secret, FOR_MESSAGES)
+            link = connect(address, self._links.secret, Purpose.MESSAGES)
             with self._links.lock:
                 self._links.add(Agent(link, node, f"host{node}", address, pid))
         agents = [self._links.agents[node] for node in nodes]

@@ -34,7 +34,7 @@ from bandmaster.contract import NOT_STARTED, Launch, ShowOutput
 from bandmaster.errors import ClosedError, PlacementError
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Refused, Secret
-from bandmaster.hosts.link import FOR_MESSAGES, Address, connect
+from bandmaster.hosts.link import Address, Purpose, connect
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.platform.limits import start_thread
@@ -180,7 +180,7 @@ class RayAgents:
             place: Place | None = None
             try:
                 host, address, pid = place = ray.get(self._opened.pop(key), timeout=START_TIMEOUT_S)
-                link = connect(address, links.secret, FOR_MESSAGES)
+                link = connect(address, links.secret, Purpose.MESSAGES)
                 with links.lock:
                     links.add(Agent(link, key, host, address, pid))
             except (RayError, OSError, Refused) as error:
