@@ -335,7 +335,7 @@ for rank, one in enumerate(request):
 server.replace("group", 1, 1, None)
 rows.set_result("rows")
 ranks.advance()
-print([(ranks, header_of(body)[1]) for ranks, body in ranks.replies(is_flushed=True)[0]])
+print([(ranks, header_of(body)[1]) for ranks, body in ranks.news()[0]])
 """
 
 

@@ -481,7 +481,7 @@ MUTANTS = [
     Mutant(
         "host-reply-late",
         "hosts/ranks.py",
-        "            if is_whole or is_flushed or unsent.is_urgent:\n",
+        "            if is_whole or is_flushed or any(_has_failed(body) for _, body, _ in unsent):\n",
         "            if is_whole:\n",
         "An agent keeps the failure of a rank until all have replied.",
     ),

@@ -193,8 +193,7 @@ class AgentServer:
         for owner, name, ranks in [*here, *[(*key, ranks) for key, ranks in self._called.items()]]:
             if not ranks.has_news:
                 continue
-            deaths = ranks.deaths()
-            said, large = ranks.replies(bool(deaths))
+            said, large, deaths = ranks.news()
             if said:
                 (ranks.home or owner).post(FrameKind.REPLIES, name, said, large=large)
             if deaths:

@@ -39,6 +39,7 @@ from bandmaster.wire.messages import (
 PATIENCE_S = 0.002  # for the other replies of this host to a call, which then come in one message
 
 Replies = list[tuple[tuple[int, ...], bytes]]  # each that differs, with its ranks
+_Reply = tuple[Sequence[int], bytes, Mapping[int, Payload]]  # of ranks, and the large payloads that it names
 
 
 class WorkersHere(Workers, Protocol):
@@ -94,32 +95,6 @@ class _Queued(NamedTuple):
         return all(one.done() for one in rows if isinstance(one, Future))
 
 
-class _Unsent:
-    """The replies to one call that were not sent yet.
-
-    Attributes:
-        is_urgent: Whether a rank has failed.
-        large: The large payloads that they name, by number.
-    """
-
-    def __init__(self) -> None:
-        self.is_urgent = False
-        self.large: dict[int, Payload] = {}
-        self._ranks: dict[tuple[bytes, int | None], list[int]] = {}
-
-    def add(self, ranks: Sequence[int], body: bytes, large: Mapping[int, Payload]) -> None:
-        """Add a reply. Ranks that have replied the same come together, but for those that have failed."""
-        has_failed = header_of(body)[0] & ~ReplyKind.TIMED == ReplyKind.FAILURE
-        self.is_urgent |= has_failed
-        self._ranks.setdefault((body, ranks[0] if has_failed else None), []).extend(ranks)
-        self.large.update(large)
-
-    @property
-    def said(self) -> Replies:
-        """The ranks and the reply, for each reply that differs."""
-        return [(tuple(ranks), body) for (body, _), ranks in self._ranks.items()]
-
-
 class HostRanks:
     """The ranks of one group on this host.
 
@@ -147,9 +122,9 @@ class HostRanks:
         self._open: dict[int, dict[int, Any]] = {rank: {} for rank in ranks}  # tickets by rank and number
         self._n_missing: dict[int, int] = {}  # by number of the call: the replies that are still to come
         self._done: deque[tuple[int, int]] = deque()  # ranks that have replied, and numbers of the calls
-        self._items: deque[tuple[Sequence[int], bytes, Mapping[int, Payload]]] = deque()  # of streams, with their ranks
+        self._items: deque[_Reply] = deque()  # of streams
         self._item_numbers = itertools.count(1)
-        self._unsent: dict[int, _Unsent] = {}  # by number of the call
+        self._unsent: dict[int, list[_Reply]] = {}  # by number of the call
         self._since = 0.0  # when the first of these replies came
         self._failed: dict[int, tuple[int, Any]] = {}  # by rank, number and ticket of the call that it has failed last
         self._resumed: dict[int, int] = {}  # by rank, number of the call behind which it was let go on last
@@ -276,7 +251,7 @@ class HostRanks:
         """Add a reply to those that are to be sent."""
         number = header_of(body)[1]
         self._since = self._since if self._unsent else time.monotonic()
-        self._unsent.setdefault(number, _Unsent()).add(ranks, body, large)
+        self._unsent.setdefault(number, []).append((ranks, body, large))
         self._n_missing[number] = max(0, self._n_missing.get(number, 0) - len(ranks))
 
     def take_replies(self, message: Message) -> None:
@@ -287,12 +262,13 @@ class HostRanks:
             else:
                 self._add(ranks, body, message.large)
 
-    def replies(self, is_flushed: bool = False) -> tuple[Replies, dict[int, Payload]]:
-        """Remove and return the replies and reports that are to be sent now, and the large payloads that they name.
+    def news(self) -> tuple[Replies, Mapping[int, Payload], Mapping[int, Failure]]:
+        """Remove and return what is to be sent now: replies and reports, the large payloads that they name, and deaths.
 
-        Args:
-            is_flushed: Whether to return all, also those to calls that only some ranks have replied to.
+        Calls that only some ranks have replied to wait for the others, unless one has failed or a rank has died.
         """
+        known, self._told = self._told, dict(self.workers.deaths)
+        deaths = {rank: failure for rank, failure in self._told.items() if known.get(rank) is not failure}
         while self._done:
             rank, number = self._done.popleft()
             ticket = self._open[rank].pop(number, None)
@@ -306,16 +282,16 @@ class HostRanks:
             ranks, body, its = self._items.popleft()
             said.append((tuple(ranks), body))
             large |= its
-        is_flushed = is_flushed or time.monotonic() - self._since >= PATIENCE_S
+        is_flushed = bool(deaths) or time.monotonic() - self._since >= PATIENCE_S
         for number, unsent in list(self._unsent.items()):
             is_whole = not self._n_missing[number]
-            if is_whole or is_flushed or unsent.is_urgent:
-                said += unsent.said
-                large |= unsent.large
+            if is_whole or is_flushed or any(_has_failed(body) for _, body, _ in unsent):
+                said += _merged(unsent)
+                large |= {key: payload for _, _, its in unsent for key, payload in its.items()}
                 del self._unsent[number]
             if is_whole:
                 del self._n_missing[number]
-        return said, large
+        return said, large, deaths
 
     def _reply(self, rank: int, number: int, ticket: Any) -> tuple[bytes, Mapping[int, Payload]]:
         """The reply of a rank, and the large payload that it names."""
@@ -344,11 +320,6 @@ class HostRanks:
     def due_s(self) -> float | None:
         """Seconds after which replies are to be sent; None if there are none."""
         return max(0.0, self._since + PATIENCE_S - time.monotonic()) if self._unsent else None
-
-    def deaths(self) -> dict[int, Failure]:
-        """Ranks that have died since this was called last, and how."""
-        told, self._told = self._told, dict(self.workers.deaths)
-        return {rank: failure for rank, failure in self._told.items() if told.get(rank) is not failure}
 
     # --- interrupting ---
 
@@ -413,6 +384,19 @@ def _content_of(outcome: Payload | Failure | None, name: int) -> tuple[int, Any,
         return ReplyKind.FAILURE, name, {name: encode(outcome)}
     assert outcome is not None, "it would be small"
     return ReplyKind.PART, name, {name: outcome}
+
+
+def _has_failed(body: bytes) -> bool:
+    """Whether a reply tells of a failure."""
+    return bool(header_of(body)[0] & ~ReplyKind.TIMED == ReplyKind.FAILURE)
+
+
+def _merged(replies: Sequence[_Reply]) -> Replies:
+    """Replies with their ranks: those that are the same come as one, but for failures."""
+    found: dict[tuple[bytes, int | None], list[int]] = {}
+    for ranks, body, _ in replies:
+        found.setdefault((body, ranks[0] if _has_failed(body) else None), []).extend(ranks)
+    return [(tuple(ranks), body) for (body, _), ranks in found.items()]
 
 
 def _described(rows: Kept) -> Payload:
