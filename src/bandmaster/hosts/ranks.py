@@ -21,7 +21,7 @@ from bandmaster.contract import Kept, KeptCopy, Reply, Ticket, WorkerCall, Worke
 from bandmaster.errors import RowsLost
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.link import Link, Message
-from bandmaster.hosts.rows import PendingFetch, RowStore, StoredRows
+from bandmaster.hosts.rows import RowStore, StoredRows
 from bandmaster.wire.client import RequestTicket
 from bandmaster.wire.messages import (
     CallContent,
@@ -65,33 +65,21 @@ class WorkersHere(Workers, Protocol):
         """
 
 
-class _QueuedCall(NamedTuple):
-    """A call that waits for its rows.
-
-    Attributes:
-        call: The call, whose parts are payloads.
-        rows: The kept rows that it takes, by label, some of which may be on their way.
-    """
-
-    call: WorkerCall
-    rows: Mapping[int, Kept | PendingFetch]
-
-
 class _Queued(NamedTuple):
     """A call, or requests for one rank, which wait for their rows, or are behind calls that do.
 
     Attributes:
-        calls: The call or the requests, by number.
+        calls: The call or the requests, by number. Their parts are payloads, and their rows may be on their way.
         are_requests: Whether these are requests.
     """
 
-    calls: Mapping[int, _QueuedCall]
+    calls: Mapping[int, WorkerCall]
     are_requests: bool = False
 
     @property
     def is_ready(self) -> bool:
         """Whether all rows that they take are here, or lost."""
-        rows = [rows for queued in self.calls.values() for rows in queued.rows.values()]
+        rows = [rows for call in self.calls.values() for _, rows in call.rows]
         return all(one.done() for one in rows if isinstance(one, Future))
 
 
@@ -162,7 +150,7 @@ class HostRanks:
             self._queue.append(_Queued({number: self._queued(call, names, message)}))
         self.advance()
 
-    def _queued(self, call: WorkerCall, names: Sequence[tuple[int, Any]], message: Message) -> _QueuedCall:
+    def _queued(self, call: WorkerCall, names: Sequence[tuple[int, Any]], message: Message) -> WorkerCall:
         """A call with the rows that it takes, which have these names."""
         rows, present = {}, {}
         for label, name in names:
@@ -172,7 +160,7 @@ class HostRanks:
                 rows[label] = found.rows
                 if found.numbers is not None:
                     present[label] = found.numbers
-        return _QueuedCall(call._replace(present=present), rows)
+        return call._replace(present=present, rows=tuple(rows.items()))
 
     def advance(self) -> None:
         """Send the calls whose rows are here, in their order."""
@@ -181,25 +169,25 @@ class HostRanks:
             if are_requests:
                 self._request(calls)
             else:
-                for number, queued in calls.items():
-                    self._call(number, queued)
+                for number, call in calls.items():
+                    self._call(number, call)
 
-    def _call(self, number: int, queued: _QueuedCall) -> None:
+    def _call(self, number: int, call: WorkerCall) -> None:
         """Send a call."""
         sent: dict[int, Any] = {}
         why: Failure | None = None
         try:
-            self.workers.call([self._placed(queued)], sent)
+            self.workers.call([self._placed(call)], sent)
         except Exception as error:
             why = _failure_of(error)
         for rank, ticket in sent.items():
             self._watch(rank, number, ticket)
         if why is not None:
-            self._fail(number, [rank for rank in queued.call.ranks if rank not in sent], why)
+            self._fail(number, [rank for rank in call.ranks if rank not in sent], why)
 
-    def _request(self, requests: Mapping[int, _QueuedCall]) -> None:
+    def _request(self, requests: Mapping[int, WorkerCall]) -> None:
         """Send requests to their rank."""
-        (rank,) = {request.call.ranks[0] for request in requests.values()}
+        (rank,) = {request.ranks[0] for request in requests.values()}
         placed: dict[int, WorkerCall] = {}
         for number, request in requests.items():
             try:
@@ -234,12 +222,12 @@ class HostRanks:
         self._done.append((rank, number))
         self._wake()
 
-    def _placed(self, queued: _QueuedCall) -> WorkerCall:
+    def _placed(self, call: WorkerCall) -> WorkerCall:
         """A call whose parts and rows are where the workers can read them."""
-        rows = [rows.result() if isinstance(rows, Future) else rows for rows in queued.rows.values()]
-        placed, n = self.workers.put([*queued.call.parts, *rows]), len(queued.call.parts)
-        labelled = tuple(zip(queued.rows, placed[n:], strict=True))
-        return queued.call._replace(parts=tuple(placed[:n]), rows=labelled)
+        rows = [rows.result() if isinstance(rows, Future) else rows for _, rows in call.rows]
+        placed, n = self.workers.put([*call.parts, *rows]), len(call.parts)
+        labelled = tuple([(label, part) for (label, _), part in zip(call.rows, placed[n:], strict=True)])
+        return call._replace(parts=tuple(placed[:n]), rows=labelled)
 
     # --- replies ---
 
@@ -339,11 +327,11 @@ class HostRanks:
         queue, self._queue = self._queue, deque()
         for calls, are_requests in queue:
             left = {}
-            for number, (call, rows) in calls.items():
+            for number, call in calls.items():
                 self._fail(number, [rank for rank in call.ranks if is_meant(rank, number)], why)
                 ranks = tuple([rank for rank in call.ranks if not is_meant(rank, number)])
                 if ranks:
-                    left[number] = _QueuedCall(call._replace(ranks=ranks), rows)
+                    left[number] = call._replace(ranks=ranks)
             if left:
                 self._queue.append(_Queued(left, are_requests))
         self.advance()
