@@ -84,7 +84,7 @@ class AgentServer:
         self._last_replacement: dict[str, int] = {}  # by group: its number
         self._controller: Link
         self._below: dict[Address, Link] = {}  # by address: agents that this one passes calls on to
-        self._written: deque[Written] = deque()  # output that the controller is to show
+        self._written: deque[Written] = deque()  # output to be shown: with the lock, a thread may wait until it is here
         self._strangers: dict[socket.socket, None] = {}  # in the order in which they came
         self._meeting = threading.Lock()
         self._first: Future[Link] = Future()  # the link to the controller

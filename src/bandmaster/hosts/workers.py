@@ -305,13 +305,13 @@ class AgentWorkers(Client):
         return self._why_stopped is None
 
     def take_replies(self, message: Message) -> None:
-        """Take replies of ranks on a host; see `links.Group`."""
+        """Take replies of ranks on a host; see `links.RemoteGroup`."""
         receiver = _FromAgent(self.agents, self.links, message)
         for ranks, body in message.content[1]:
             self._take_reply(ranks, body, receiver)
 
     def take_deaths(self, deaths: Mapping[int, Failure]) -> None:
-        """Take the deaths of ranks; see `links.Group`."""
+        """Take the deaths of ranks; see `links.RemoteGroup`."""
         for rank, failure in deaths.items():
             known = self.records[rank].pid if self.records else 0
             if rank not in self.deaths or failure.pid not in (0, known):  # a new process has died as well
@@ -320,7 +320,7 @@ class AgentWorkers(Client):
         self.reports.on_change()
 
     def host_is_lost(self, agent: Agent, why: str) -> None:
-        """Take the end of a host; see `links.Group`."""
+        """Take the end of a host; see `links.RemoteGroup`."""
         found = {}
         for rank in self.ranks_on(agent):
             known = self.records[rank] if self.records else WorkerRecord("", 0, "", "", bool)
@@ -339,7 +339,7 @@ class AgentWorkers(Client):
         }
 
     def is_owed(self, agent: Agent) -> bool:
-        """Whether ranks of a host owe a reply; see `links.Group`."""
+        """Whether ranks of a host owe a reply; see `links.RemoteGroup`."""
         return any(self._open[rank] or self._requests[rank] for rank in self.ranks_on(agent))
 
     # --- interrupting ---
