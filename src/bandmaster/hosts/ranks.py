@@ -175,15 +175,12 @@ class HostRanks:
     def _call(self, number: int, call: WorkerCall) -> None:
         """Send a call."""
         sent: dict[int, Any] = {}
-        why: Failure | None = None
         try:
             self.workers.call([self._placed(call)], sent)
         except Exception as error:
-            why = _failure_of(error)
+            self._fail(number, [rank for rank in call.ranks if rank not in sent], _failure_of(error))
         for rank, ticket in sent.items():
             self._watch(rank, number, ticket)
-        if why is not None:
-            self._fail(number, [rank for rank in call.ranks if rank not in sent], why)
 
     def _request(self, requests: Mapping[int, WorkerCall]) -> None:
         """Send requests to their rank."""
