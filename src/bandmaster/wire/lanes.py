@@ -109,10 +109,9 @@ class LaneClient(Client):
         if isinstance(payload, SegmentPayload):
             is_ours = payload.owner is self._writer
             return payload.placed if is_ours else self._share(payload, payload.placed.segment.is_kept)
-        if not isinstance(payload, Payload):
-            rows = payload.payload()
-            return inline(rows) if rows.nbytes <= INLINE_NBYTES else self._share(rows, is_kept=True)
-        return inline(payload) if payload.nbytes <= INLINE_NBYTES else self._share(payload)
+        encoded = payload if isinstance(payload, Payload) else payload.payload()
+        is_kept = encoded is not payload
+        return inline(encoded) if encoded.nbytes <= INLINE_NBYTES else self._share(encoded, is_kept)
 
     def _share(self, payload: Payload, is_kept: bool = False) -> SharedPayload:
         return self._with_room(payload.nbytes, partial(self._writer.put, payload, is_kept))
