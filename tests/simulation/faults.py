@@ -25,6 +25,7 @@ def renew(program: Program, draw: random.Random) -> None:
     program.is_renewed = True
     group = program.callers if program.callers is not None and draw.random() < 0.5 else program.whole
     program.world.note("renews", group.name)
+    program.n_renewing += 1
     try:
         if draw.random() < 0.5:
             group.restart()
@@ -34,6 +35,8 @@ def renew(program: Program, draw: random.Random) -> None:
         is_hooks = isinstance(error.__cause__, Raised) and error.__cause__.args[0] == HOOK
         program.world.check(type(error) is not bm.RemoteError or is_hooks, "a renewal fails as no hook does", error)
         program.world.note("cannot renew", type(error).__name__)
+    finally:
+        program.n_renewing -= 1
 
 
 def close(program: Program, draw: random.Random) -> None:

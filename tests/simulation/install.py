@@ -106,7 +106,9 @@ class Group:
     def check_fence(self, rank: Rank) -> None:
         """A rank that has failed a call begins the next one when no rank runs the failed one any more."""
         failed = rank.failed_token
-        if self.world.program.is_closing:  # type: ignore[attr-defined]  # hosts end their ranks each at its own time
+        program: Any = self.world.program  # type: ignore[attr-defined]
+        # Hosts end their ranks each at its own time.
+        if program.is_closing or program.n_renewing or program.kind.acting:
             return
         for other in self.ranks.values():
             running = other.running

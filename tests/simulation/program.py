@@ -64,6 +64,7 @@ class Program:
         self.broken_at = START - LATE_S  # when a circle of calls was broken last
         self.is_renewed = False  # perhaps: calls may have failed because of it
         self.is_closing = False  # or is closed
+        self.n_renewing = 0  # how many threads restart the group, or replace a rank
         self.world: World
 
     def run(self, made: Installed) -> World:
