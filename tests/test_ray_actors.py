@@ -22,8 +22,6 @@ from bandmaster import Dispatch, Mesh, register
 from bandmaster.cli import main
 from bandmaster.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from bandmaster.single_controller.ray.actor_workers import ActorWorkers, AttachedWorkers
-from bandmaster.single_controller.ray.backend import ActorBackend
-from bandmaster.testing import no_leaks
 
 pytestmark = pytest.mark.slow  # each actor is a process of Ray's own
 
@@ -466,19 +464,6 @@ def test_ctrl_c_as_a_detached_actor_is_started_leaves_no_actor(ray_cluster):
         pool.close()
         for placement in placements:
             ray_cluster.util.remove_placement_group(placement)
-
-
-def test_ctrl_c_as_a_detached_pool_has_been_reserved_leaves_no_placement_group(ray_cluster):
-    def is_reserved(frame, kind, what):
-        return kind == "return" and frame.f_code is ActorBackend._reserved.__code__
-
-    pool = pool_of(1, detached=True)
-    with no_leaks(kinds=["placements"]), interrupted_when(is_reserved):
-        pool.get_placement_groups()
-    (placement,) = pool.get_placement_groups()
-    pool.close()
-    assert ray_cluster.util.placement_group_table(placement)["state"] == "CREATED"
-    ray_cluster.util.remove_placement_group(placement)
 
 
 def test_worker_names_can_be_taken_once(ray_cluster):

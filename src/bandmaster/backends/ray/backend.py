@@ -109,8 +109,7 @@ class PlacementGroups(list[PlacementGroup]):
         self.keep()
 
     def keep(self) -> None:
-        """Leave those that have not been removed to whoever knows their names."""
-        self._names.clear()
+        """Leave them to whoever knows their names."""
         self._end.detach()
 
 

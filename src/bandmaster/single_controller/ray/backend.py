@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from bandmaster.backends import get_backend
 from bandmaster.backends.host_workers import HostWorkers
 from bandmaster.backends.ray import backend
-from bandmaster.backends.ray.backend import POLL_S, PlacementGroups, RayBackend, RayReservation
+from bandmaster.backends.ray.backend import POLL_S, RayBackend, RayReservation
 from bandmaster.backends.ray.session import START_TIMEOUT_S, RaySession
 from bandmaster.contract import Launch
 from bandmaster.errors import UsageError
@@ -47,11 +47,9 @@ class ActorReservation(RayReservation):
 
     Attributes:
         bundles: For each placement group, the indices of its bundles in the order of their GPUs.
-        is_detached: Whether the placement groups stay when the reservation is released.
     """
 
     bundles: tuple[tuple[int, ...], ...] = ()
-    is_detached: bool = False
 
     @classmethod
     def of(cls, name: str, groups: Sequence[PlacementGroup], are_free: bool = False) -> ActorReservation:
@@ -85,14 +83,11 @@ class ActorBackend(RayBackend):
         if groups is None:
             return None
         with groups:
-            return replace(ActorReservation.of(request.name, groups, are_free=True), is_detached=is_detached)
-
-    def release(self, reservation: RayReservation) -> None:
-        """Remove the placement groups of a reservation, unless they are detached; see `RayBackend.release`."""
-        groups, is_detached = reservation.groups, isinstance(reservation, ActorReservation) and reservation.is_detached
-        if is_detached and isinstance(groups, PlacementGroups):
+            made = ActorReservation.of(request.name, groups, are_free=True)
+        if is_detached:
             groups.keep()
-        super().release(reservation)
+            return replace(made, groups=tuple(groups))
+        return made
 
     def start(self, launch: Launch) -> HostWorkers | AgentWorkers | Any:
         """Start the actors of a `RayWorkerGroup`, or the workers of another group as backend ``"ray"`` starts them.
