@@ -680,7 +680,8 @@ with bm.ResourcePool([1], backend="local") as first, bm.ResourcePool([1], backen
 
 @pytest.mark.backends("local")
 def test_the_last_group_that_closes_hangs_up_on_workers_that_have_not_asked_yet():
-    done = subprocess.run([sys.executable, "-X", "dev", "-c", CLOSES], capture_output=True, text=True, timeout=60)
+    command, here = [sys.executable, "-X", "dev", "-c", CLOSES], os.path.dirname(__file__)
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 
 
