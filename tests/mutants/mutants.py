@@ -512,8 +512,8 @@ MUTANTS = [
     Mutant(
         "host-fence",
         "hosts/ranks.py",
-        "if number == numbers[rank]})",
-        "if number != numbers[rank]})",
+        "            if last == number:\n",
+        "            if last != number:\n",
         "Ranks on a host that have failed are not let go on.",
     ),
     Mutant(

@@ -115,7 +115,7 @@ class HostRanks:
         self._unsent: dict[int, list[_Reply]] = {}  # by number of the call
         self._since = 0.0  # when the first of these replies came
         self._failed: dict[int, tuple[int, Any]] = {}  # by rank, number and ticket of the call that it has failed last
-        self._resumed: dict[int, int] = {}  # by rank, number of the call behind which it was let go on last
+        self._resumed: set[tuple[int, int]] = set()  # ranks that were let go on, with calls that they have yet to fail
         self._told: Mapping[int, Failure] = {}  # the deaths that the controller was told of
         self._reported: Mapping[int, object] = {}  # the reports that it was told of, by rank
 
@@ -291,7 +291,8 @@ class HostRanks:
             self._store[number, rank] = StoredRows(outcome)
         if isinstance(outcome, Failure) and not (ticket.is_dropped or isinstance(ticket, RequestTicket)):
             self._failed[rank] = number, ticket
-            if number == self._resumed.get(rank):  # its reply was not waited for: what passes it on was lost
+            if (rank, number) in self._resumed:  # its reply was not waited for: what passes it on was lost
+                self._resumed.remove((rank, number))
                 self.workers.resume({rank: ticket})
         return reply_message(number, kind, content, ticket.times and ticket.times[0])[4:], large
 
@@ -342,9 +343,14 @@ class HostRanks:
 
     def resume(self, numbers: Mapping[int, int]) -> None:
         """Let ranks begin their next calls, by the numbers of calls; see `contract.Workers.resume`."""
-        self._resumed.update(numbers)
-        failed = {rank: self._failed.get(rank, (0, None)) for rank in numbers}
-        self.workers.resume({rank: ticket for rank, (number, ticket) in failed.items() if number == numbers[rank]})
+        failed: dict[int, Any] = {}
+        for rank, number in numbers.items():
+            last, ticket = self._failed.get(rank, (0, None))
+            if last == number:
+                failed[rank] = ticket
+            elif rank not in self.workers.deaths:
+                self._resumed.add((rank, number))
+        self.workers.resume(failed)
 
     def tickets(self, numbers: Mapping[int, int | None]) -> dict[int, Any]:
         """The tickets of calls that ranks have not replied to; None stands for whatever a rank is doing."""
