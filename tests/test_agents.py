@@ -393,6 +393,40 @@ def test_a_rank_goes_on_that_fails_when_its_replies_are_not_waited_for_any_more(
     assert done.stdout == "resume []\n" * 2 + "resume [0]\nreplies 1\nresume [1]\nreplies 1\n", done.stderr
 
 
+TOLD_BY_WAY_OF_A_HOST_THAT_IS_LOST = """
+from types import SimpleNamespace
+from bandmaster.hosts.agent import AgentServer
+from bandmaster.hosts.handshake import Secret
+
+class Link(SimpleNamespace):
+    def fileno(self):
+        return -1
+
+    def close(self):
+        pass
+
+    def post(self, kind, name, said, large):
+        print(self.name, len(said))
+
+workers = SimpleNamespace(arrivals=None, reports={}, deaths={}, records=["rank 0"], rendezvous={})
+server = AgentServer(Secret.new(), "127.0.0.1", "test", lambda said, shows: (workers, (0,)))
+server._controller, relay = Link(name="controller"), Link(name="relay")
+server.start("group", None)
+server.groups["group"].home = relay
+for version in (1, 2):
+    workers.reports[0] = version
+    server._tell()
+    server._end(relay, "gone")
+    server._tell()
+"""
+
+
+def test_what_ranks_report_is_told_again_when_the_host_is_lost_that_passes_it_on():
+    script = TOLD_BY_WAY_OF_A_HOST_THAT_IS_LOST
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout == "relay 1\ncontroller 1\ncontroller 1\n", done.stderr
+
+
 REPLACED_TWICE_AT_ONCE = """
 import threading
 from types import SimpleNamespace

@@ -178,6 +178,8 @@ class AgentServer:
             self._controller.post(FrameKind.CUT, address, why)
         for ranks in self.groups.values():
             ranks.below = [below for below in ranks.below if below is not other]
+            if ranks.home is other:
+                ranks.lose_home()
         for key in [key for key in self._called if key[0] is other]:
             self._called.pop(key).cancel()
         other.close()

@@ -89,7 +89,7 @@ class HostRanks:
     Attributes:
         workers: Their workers.
         ranks: The ranks.
-        home: The connection that calls come by, and replies go back by.
+        home: The connection that calls come by, and replies go back by; None for that of the controller.
         below: The connections to agents that calls for all hosts are passed on to.
         n_below: The number of ranks that these have, and those below them.
 
@@ -306,6 +306,10 @@ class HostRanks:
     def due_s(self) -> float | None:
         """Seconds after which replies are to be sent; None if there are none."""
         return max(0.0, self._since + PATIENCE_S - time.monotonic()) if self._unsent else None
+
+    def lose_home(self) -> None:
+        """Tell the controller itself from here on, and once more what ranks have reported, which may be lost."""
+        self.home, self._reported = None, {}
 
     # --- interrupting ---
 
