@@ -2,7 +2,7 @@
 
 ::
 
-    connection ── calls ──► QueuedCalls, until their rows are here ──► Workers.call ──► ranks
+    connection ── calls ──► the queue, until their rows are here ──► Workers.call ──► ranks
                ◄─ replies that differ, with their ranks ◄── the replies of the ranks, and those of the hosts below
 """
 
