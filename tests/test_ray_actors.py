@@ -556,3 +556,30 @@ def test_async_generators_whose_calls_overlap_lose_no_items(ray_cluster):
 
     with pool_of(1) as pool:
         asyncio.run(asyncio.wait_for(main(group_of(pool, Overlapping)._inner), 60))
+
+
+class Meets(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def meet(self):
+        if self.rank == 0:
+            raise ValueError("boom")
+        time.sleep(600)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def after(self):
+        return self.rank
+
+
+def test_a_call_by_actor_task_that_fails_does_not_hold_up_one_by_lane_behind_it(ray_cluster, monkeypatch):
+    by_lane = ActorWorkers._by_lane
+
+    def but_meet(self, call):
+        return [] if call.method == "meet" else by_lane(self, call)  # as if it took rows of another host
+
+    monkeypatch.setattr(ActorWorkers, "_by_lane", but_meet)
+    with pool_of(2) as pool:
+        group = group_of(pool, Meets)
+        failed = group.meet.submit()
+        assert group.after.options(timeout=30)() == [0, 1]
+        with pytest.raises(bm.RemoteError, match="boom"):
+            failed.result(timeout=30)

@@ -75,19 +75,19 @@ class RayTicket(contract.Ticket):
     Attributes:
         reference: ObjectRef of the reply.
         rank: The rank.
-        number: The number by which the call can be interrupted.
+        task: The number of the actor task, by which the call can be interrupted.
         rows: ObjectRef of the rows that the call keeps; None if it keeps none.
         takes: For each object that it takes kept rows from, the id and the name that messages use.
     """
 
-    __slots__ = ("number", "rank", "reference", "rows", "takes")
+    __slots__ = ("rank", "reference", "rows", "takes", "task")
 
-    def __init__(self, reference: Any, rank: int, number: int, rows: Any = None, takes: Origins = ()) -> None:
+    def __init__(self, reference: Any, rank: int, task: int, rows: Any = None, takes: Origins = ()) -> None:
         super().__init__()
         self.takes = takes
         self.reference = reference
         self.rank = rank
-        self.number = number
+        self.task = task
         self.rows = rows
 
 
@@ -467,7 +467,7 @@ class ActorWorkers:
                 if self._session.is_current:  # else it starts another Ray
                     ray.cancel(ticket.reference)
             elif isinstance(ticket, RayTicket):
-                self._on_its_node(rank, status_page.interrupt, self._infos[rank].pid, ticket.number)
+                self._on_its_node(rank, status_page.interrupt, self._infos[rank].pid, ticket.task)
 
     def resume(self, tickets: Mapping[int, Any]) -> None:
         """Allow held calls to begin, see `contract.Workers.resume`. Only calls over lanes are held."""
@@ -496,7 +496,7 @@ class ActorWorkers:
             return self._client.is_at(rank, ticket) and announced(self._infos[rank].pid) != OTHERS
         if rank not in self._infos or self._infos[rank].overlaps:
             return True  # it has not started yet, or runs several
-        return bool(ticket.number == self._on_its_node(rank, announced, self._infos[rank].pid))
+        return bool(ticket.task == self._on_its_node(rank, announced, self._infos[rank].pid))
 
     def check(self, is_thorough: bool = True) -> bool:
         """Read the lanes and, if ``is_thorough``, ask Ray about each actor. False once `stop` was called."""
