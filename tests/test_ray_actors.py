@@ -1,6 +1,7 @@
 """Groups of Ray actors, which verl's callers have: their handles, ObjectRefs, names, and calls that overlap."""
 
 import asyncio
+import contextlib
 import inspect
 import os
 import sys
@@ -569,6 +570,13 @@ class Meets(bm.Worker):
     def after(self):
         return self.rank
 
+    @register(Dispatch.ONE_TO_ALL)
+    def stay(self, begun):
+        while self.rank == 1:
+            with contextlib.suppress(KeyboardInterrupt):
+                begun.touch()
+                time.sleep(60)
+
 
 def test_a_call_by_actor_task_that_fails_does_not_hold_up_one_by_lane_behind_it(ray_cluster, monkeypatch):
     by_lane = ActorWorkers._by_lane
@@ -583,3 +591,15 @@ def test_a_call_by_actor_task_that_fails_does_not_hold_up_one_by_lane_behind_it(
         assert group.after.options(timeout=30)() == [0, 1]
         with pytest.raises(bm.RemoteError, match="boom"):
             failed.result(timeout=30)
+
+
+def test_a_call_behind_one_whose_cancel_ends_an_actor_tells_of_that_death(ray_cluster, tmp_path):
+    with pool_of(2) as pool:
+        group = group_of(pool, Meets)
+        stays = group.stay.options(grace=0.1).submit(tmp_path / "begun")
+        until((tmp_path / "begun").exists)
+        stays.cancel()
+        with pytest.raises(bm.WorkerDied, match=r"rank 1 .*had not stopped in time after Meets.stay was cancelled"):
+            group.meet()
+        with pytest.raises(bm.CallCancelled):
+            stays.result()

@@ -270,7 +270,7 @@ class ActorWorkers:
             ClosedError: Another thread has stopped the workers.
         """
         self._check_hosts([rank])
-        self._kill([rank], REPLACED, FailureKind.DIED)
+        self._kill({rank: None}, REPLACED)
         try:
             self._start(replace(self._launch, is_again=True), rank)
             with self._lock:
@@ -282,7 +282,7 @@ class ActorWorkers:
             if rank == 0:
                 self._announce()
         except BaseException as error:
-            self._kill([rank], "ended by the controller, because it could not be started")
+            self._kill({rank: None}, "ended by the controller, because it could not be started")
             if self._client.is_stopped and isinstance(error, Exception):  # any step may fail without the actors
                 raise ClosedError(CLOSED) from None
             raise
@@ -421,6 +421,8 @@ class ActorWorkers:
         """The reply of a ticket. Exceptions that Ray raises are returned as failures."""
         if isinstance(ticket, MessageTicket):
             return self._client.fetch(ticket)
+        if ticket.outcome is not None:  # its actor was killed
+            return ticket.outcome
         if not self._can_call_ray():
             why = CLOSED if self._client.is_stopped else self._session.ended(self._group)
             return self.deaths.get(ticket.rank) or Failure(FailureKind.DIED, why)
@@ -458,7 +460,7 @@ class ActorWorkers:
             kill_because: If it is given, the actors that are running these calls are killed instead.
         """
         if kill_because is not None:
-            self._kill([rank for rank, t in tickets.items() if t is None or self._is_at(rank, t)], kill_because)
+            self._kill({rank: t for rank, t in tickets.items() if t is None or self._is_at(rank, t)}, kill_because)
             return
         for rank, ticket in tickets.items():
             if isinstance(ticket, MessageTicket):
@@ -526,11 +528,16 @@ class ActorWorkers:
     def _can_call_ray(self) -> bool:
         return not self._client.is_stopped and self._session.is_current
 
-    def _kill(self, ranks: Sequence[int], why: str, kind: FailureKind = FailureKind.CANCELLED) -> None:
-        """Kill the actors of ranks at once."""
-        for rank in ranks:
+    def _kill(self, tickets: Mapping[int, Any], why: str) -> None:
+        """Kill the actors that are running these calls, which fail as cancelled; others tell of the death."""
+        for rank, ticket in tickets.items():
             with self._lock:
-                self._client.note_death(rank, replace(self._death(rank, why), kind=kind))
+                death = self._death(rank, why)
+                if isinstance(ticket, MessageTicket):
+                    self._client.fail_one(rank, ticket, replace(death, kind=FailureKind.CANCELLED))
+                elif ticket is not None:
+                    ticket.outcome = replace(death, kind=FailureKind.CANCELLED)
+                self._client.note_death(rank, death)
                 self._has_lane.discard(rank)
                 self._serving.discard(rank)
             actor = self.actors.get(rank)  # `stop` takes them away
