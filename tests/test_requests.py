@@ -717,6 +717,13 @@ class Stuck(bm.Worker):
         self.passed += 1
 
     @register(Dispatch.REQUEST)
+    def fork(self):
+        """Whether Ctrl-C does in a fork what it did before."""
+        if not (child := os.fork()):
+            os._exit(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+        return bool(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    @register(Dispatch.REQUEST)
     def n_passed(self):
         return self.passed
 
@@ -729,6 +736,11 @@ def test_ctrl_c_interrupts_a_plain_request_in_this_process(make_group):
             group.stuck()
     assert group.n_passed().result(DEADLINE) == 0
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.backends("inprocess")
+def test_a_fork_that_a_plain_request_makes_in_this_process_has_the_handler_of_ctrl_c(make_group):
+    assert make_group(1, Stuck).fork().result(DEADLINE)
 
 
 @pytest.mark.backends("inprocess")

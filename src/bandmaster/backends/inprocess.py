@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import os
 import pickle
-import signal
 import socket
 import sys
 import threading
@@ -333,19 +332,16 @@ class InProcessWorkers:
 @contextlib.contextmanager
 def _interrupted_by_ctrl_c() -> Iterator[None]:
     """Have Ctrl-C raise `Interrupted` in the block, and then do what it does, though a lock defers that meanwhile."""
-    if SigintSafeLock.of_main_thread() is None or threading.current_thread() is not threading.main_thread():
+    lock = SigintSafeLock.of_main_thread()
+    if lock is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def interrupt(number: int, frame: Any) -> None:
-        deferring(number, frame)
-        raise Interrupted("Ctrl-C")
-
-    deferring: Any = signal.signal(signal.SIGINT, interrupt)
+    before = lock.raises
     try:
+        lock.raises = Interrupted
         yield
     finally:
-        signal.signal(signal.SIGINT, deferring)
+        lock.raises = before
 
 
 def _read(call: WorkerCall) -> tuple[list[Payload], RowReaders]:

@@ -70,6 +70,7 @@ class SigintSafeLock:
 
     Attributes:
         lock: The underlying `threading.RLock`, for a `threading.Condition`.
+        raises: An exception that the signal handler raises besides when SIGINT is deferred; None for none.
 
     Args:
         on_interrupt: Called by the signal handler when SIGINT is deferred, to wake the main thread if it blocks while
@@ -86,6 +87,7 @@ class SigintSafeLock:
         self._before: Any = None  # the SIGINT handler to restore
         self._is_entered = False  # by the main thread
         self._deferred: Callable[[], object] | None = None  # called when the main thread has left the lock
+        self.raises: type[BaseException] | None = None
 
     @property
     def must_be_left(self) -> bool:
@@ -158,6 +160,8 @@ class SigintSafeLock:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.defer(partial(_deliver, self._before))
+        if self.raises is not None:
+            raise self.raises("Ctrl-C")
 
 
 class _OfParent:
