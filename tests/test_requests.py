@@ -28,7 +28,7 @@ from ends import until, wait_for
 import bandmaster as bm
 from bandmaster import Dispatch, Only, Route, TransferProtocol, register
 from bandmaster.answering.request_tasks import RequestTasks
-from bandmaster.calls.escalation import DEATH_PATIENCE_S
+from bandmaster.calls.escalation import DEATH_PATIENCE_S, PATIENCE_S
 from bandmaster.platform.locks import run_if_free
 from bandmaster.requests.request import Request
 from bandmaster.requests.router import Router
@@ -2027,3 +2027,32 @@ def test_a_request_beside_one_for_which_its_rank_is_ended_is_sent_again(make_gro
     with pytest.raises(bm.RemoteError, match="the first cause"):
         group.fail_or_stick.options(replica=0)().result(DEADLINE)
     assert other.result(DEADLINE) == 2
+
+
+class Busy(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def stay(self, folder):
+        while self.rank == 0 and not (folder / "gate").exists():
+            (folder / "begun").touch()
+        return self.rank
+
+    @register(TransferProtocol(Route("dp"), Only(tp=0)), concurrency=4)
+    async def fail_on_rank_1(self):
+        if self.rank == 1:
+            raise ValueError("the first cause")
+        return self.rank
+
+
+@pytest.mark.backends("local", "ray")
+def test_a_rank_that_has_not_come_to_a_request_that_has_failed_is_not_ended(make_group, tmp_path):
+    group = make_group(bm.Mesh(dp=1, tp=2), Busy)
+    group.set_default_options(grace=0.1)
+    stay = group.stay.submit(tmp_path)
+    until((tmp_path / "begun").exists)
+    failed = group.fail_on_rank_1()
+    with pytest.raises(bm.CallTimeout):
+        failed.result(2 * PATIENCE_S)  # in which a rank at the request is ended
+    (tmp_path / "gate").touch()
+    with pytest.raises(bm.RemoteError, match="the first cause"):
+        failed.result(DEADLINE)
+    assert stay.result(DEADLINE) == [0, 1]

@@ -214,9 +214,10 @@ class Client:
         self._poller.wake_if_blocked()
 
     def is_at(self, rank: int, ticket: MessageTicket) -> bool:
-        """Whether a worker has come to a call: it replies to them in order, and to requests before later calls."""
+        """Whether a worker has come to a call or request: it runs what it was sent in order, requests beside others."""
         with self.lock:
-            if isinstance(ticket, RequestTicket):
-                return ticket.number in self._requests.get(rank, ())
+            first_call = next(iter(self._open.get(rank, ())), math.inf)
             first_request = next(iter(self._requests.get(rank, ())), math.inf)
-            return next(iter(self._open.get(rank, {}).values()), None) is ticket and ticket.number < first_request
+            if isinstance(ticket, RequestTicket):
+                return first_request < first_call and ticket.number in self._requests[rank]
+            return first_call == ticket.number < first_request
