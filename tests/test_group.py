@@ -18,6 +18,7 @@ from ends import in_another_thread
 import bandmaster as bm
 from bandmaster import Broadcast, Dispatch, Execute, Gather, Mesh, Only, Reduce, Split, TransferProtocol, register
 from bandmaster.backends.host_workers import HostWorkers
+from bandmaster.platform.processes import is_readable
 from bandmaster.wire.lane import Lane
 
 pytestmark = pytest.mark.backends("inprocess", "local")
@@ -485,6 +486,16 @@ def test_a_rank_that_is_replaced_as_another_thread_ends_it_is_not_ended_again(ma
     with done_when(is_noted, partial(in_another_thread, group.replace, 0)):
         group._ownership.workers().interrupt({0: None}, "stuck")
     assert group.echo(1) == [1, 1] and group.healthy
+
+
+@pytest.mark.backends("local")
+def test_a_rank_is_not_ended_whose_reply_nobody_has_read(make_group, tmp_path):
+    group = make_group(1, Fragile, tmp_path / "refusal")
+    future = group.echo.submit(1)
+    workers = group._ownership.workers()
+    assert is_readable(workers.arrivals, 60)
+    workers.interrupt(dict(future._call.tickets), "stuck")
+    assert (future.result(), group.echo(2)) == ([1], [2]) and group.healthy
 
 
 def test_a_group_that_could_not_be_restarted_is_dead_until_it_is(make_group, tmp_path):

@@ -224,10 +224,10 @@ class HostWorkers(LaneClient):
         processes = []
         with self.lock:
             for rank, ticket in there.items():
-                if ticket is not None and ticket.is_done:  # meanwhile; the rank may be replaced
+                self.take_answered(rank)
+                if ticket is not None and ticket.is_done:  # it has stopped by itself, or was replaced
                     continue
                 processes.append(self.processes[rank])
-                self.take_answered(rank)
                 death = self._death(rank, why)
                 if ticket is not None:
                     self.fail_one(rank, ticket, replace(death, kind=FailureKind.CANCELLED))
