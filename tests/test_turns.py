@@ -988,6 +988,21 @@ def test_a_turn_begins_when_the_workers_of_a_rival_that_is_closed_have_ended(two
 
 
 @pytest.mark.backends("inprocess")
+def test_a_group_whose_workers_cannot_be_stopped_is_in_nobodys_way(two_models, monkeypatch):
+    first, second, _ = two_models
+
+    def stop(why):
+        raise OSError("no answer")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no answer"):
+        patch.setattr(workers := first._ownership.workers(), "stop", stop)
+        first.close()
+    with second.turn(timeout=DEADLINE_S):
+        assert second.run([1]) == [2]
+    workers.stop()
+
+
+@pytest.mark.backends("inprocess")
 def test_a_group_that_nobody_refers_to_is_in_nobodys_way(pool, actor):
     forgotten = bm.WorkerGroup(pool, Model)
     del forgotten

@@ -44,6 +44,7 @@ class Ownership:
         self._workers: Workers | None = None  # those that can be called
         self._started: Workers | None = None  # those that run; at first, and in a restart, they are being constructed
         self._when_closed: list[Callable[[], object]] = []
+        self._is_over = False  # it was tried to stop the workers for good
         self._end = weakref.finalize(group, self._release)
         in_forks(self, Ownership._end_in_fork)
 
@@ -54,8 +55,8 @@ class Ownership:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the workers are being stopped for good."""
-        return not self.is_open and self._started is not None
+        """Whether the workers are being stopped for good; no longer if they cannot be stopped."""
+        return not (self.is_open or self._is_over)
 
     @property
     def constructed(self) -> Workers | None:
@@ -145,7 +146,7 @@ class Ownership:
 
     def _end_in_fork(self) -> None:
         self._end.detach()  # to stop the workers is for the parent
-        self._started = self._workers = None
+        self._workers, self._is_over = None, True
 
     def _stop(self) -> None:
         workers = self._started
@@ -155,6 +156,7 @@ class Ownership:
 
     def tell_of_end(self) -> None:
         """Take the steps that `when_closed` was given; each may be taken again."""
+        self._is_over = True
         for step in self._when_closed:
             step()
 
