@@ -12,8 +12,10 @@ import weakref
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from clock import idle_time
+from ends import until
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
@@ -258,7 +260,9 @@ def test_a_call_that_is_cancelled_in_an_import_is_interrupted_behind_it(group, t
     call = group.value_of_module.submit(str(tmp_path))
     begins.read_text()
     call.cancel()
-    for pid in [group.workers[0].pid] * 20:
+    pid = group.workers[0].pid
+    until(lambda: psutil.Process(pid).status() == psutil.STATUS_SLEEPING)  # where it waits for the other file
+    for _ in range(20):
         assert stacks([pid])[pid], "it can be asked meanwhile"
     ends.write_text("")
     assert isinstance(call.exception(timeout=10), bm.CallCancelled)
