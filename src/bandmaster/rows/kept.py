@@ -191,8 +191,9 @@ class KeptRows:
                         raise BatchError(f"rank {rank} has returned {n_kept} rows for {n_sent}")
         with_rows = [number for number, n in enumerate(counts) if n] or range(len(parts))
         first = with_rows[0]
-        for other in with_rows:
-            if _kinds(facts[other].schema) != _kinds(facts[first].schema):
+        kinds = _kinds(facts[first].schema)
+        for other in with_rows[1:]:
+            if _kinds(facts[other].schema) != kinds:
                 raise BatchError(
                     f"rank {parts[first].origin.rank} has returned {facts[first].schema}, "
                     f"rank {parts[other].origin.rank} {facts[other].schema}"
