@@ -1,13 +1,13 @@
 """``group.cancel()``: which calls it ends, what their futures say, and that the group goes on."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import threading
 import time
 
 import pytest
+from ends import outstay, wait_for
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
@@ -212,10 +212,8 @@ def test_nothing_to_cancel_and_closed_groups(make_group):
 class Pair(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def stay(self, begun):
-        while self.rank == 1:
-            with contextlib.suppress(KeyboardInterrupt):
-                begun.touch()
-                time.sleep(60)
+        if self.rank == 1:
+            outstay(begun)
 
     @register(Dispatch.ONE_TO_ALL)
     def meet(self):
@@ -226,8 +224,7 @@ class Pair(bm.Worker):
 def test_a_call_behind_one_whose_cancel_ends_a_rank_tells_of_that_death(make_group, tmp_path):
     group = make_group(2, Pair)
     stays = group.stay.options(grace=0.1).submit(tmp_path / "begun")
-    while not (tmp_path / "begun").exists():
-        time.sleep(0.01)
+    wait_for(tmp_path / "begun")
     stays.cancel()
     with pytest.raises(bm.WorkerDied, match=r"rank 1 .*had not stopped in time after Pair.stay was cancelled"):
         group.meet()

@@ -1,7 +1,6 @@
 """Groups of Ray actors, which verl's callers have: their handles, ObjectRefs, names, and calls that overlap."""
 
 import asyncio
-import contextlib
 import inspect
 import os
 import sys
@@ -14,7 +13,7 @@ import pytest
 from clock import idle_time
 from commands import MINE
 from ctrl_c import done_when, interrupted_when
-from ends import in_another_thread, until, wait_until_gone
+from ends import in_another_thread, outstay, until, wait_for, wait_until_gone
 from hosts import spread
 from ray.util import list_named_actors
 
@@ -572,10 +571,8 @@ class Meets(bm.Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def stay(self, begun):
-        while self.rank == 1:
-            with contextlib.suppress(KeyboardInterrupt):
-                begun.touch()
-                time.sleep(60)
+        if self.rank == 1:
+            outstay(begun)
 
 
 def test_a_call_by_actor_task_that_fails_does_not_hold_up_one_by_lane_behind_it(ray_cluster, monkeypatch):
@@ -597,7 +594,7 @@ def test_a_call_behind_one_whose_cancel_ends_an_actor_tells_of_that_death(ray_cl
     with pool_of(2) as pool:
         group = group_of(pool, Meets)
         stays = group.stay.options(grace=0.1).submit(tmp_path / "begun")
-        until((tmp_path / "begun").exists)
+        wait_for(tmp_path / "begun")
         stays.cancel()
         with pytest.raises(bm.WorkerDied, match=r"rank 1 .*had not stopped in time after Meets.stay was cancelled"):
             group.meet()
