@@ -65,7 +65,7 @@ class Payload:
     @property
     def nbytes(self) -> int:
         """Size of the head and the buffers, in bytes."""
-        return len(self.head) + sum([memoryview(buffer).nbytes for buffer in self.buffers])
+        return len(self.head) + (sum([memoryview(buffer).nbytes for buffer in self.buffers]) if self.buffers else 0)
 
     def private(self) -> Payload:
         """The payload with buffers in new writable memory, which belongs to the reader."""

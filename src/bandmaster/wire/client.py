@@ -49,7 +49,8 @@ class MessageTicket(contract.Ticket):
     __slots__ = ("holds", "number")
 
     def __init__(self, number: int) -> None:
-        super().__init__()
+        self.outcome = self.on_done = self.on_item = self.times = None  # by itself, as there is one for each rank
+        self.is_done = self.is_dropped = False
         self.number = number
         self.holds: Sequence[Any] = ()
 
