@@ -540,16 +540,16 @@ def test_names_that_do_not_say_which_group(start_controller, capsys):
 
 
 EVIL_NAMES = [
-    "bandmaster-worker-3 a b c d e f",
+    "bandmaster-worker-4 a b c d e f",
     "bandmaster-worker",
-    "bandmaster-worker-3 1 2 3 4",
-    f"bandmaster-worker-3 {10**24} 1 7 0 1 x",
-    f"bandmaster-worker-3 PID {10**24} 7 0 1 x",
-    f"bandmaster-worker-3 PID 1 7 {10**24} {10**25} x",
-    "bandmaster-worker-3 PID 1 7 5 4 x",
-    "bandmaster-worker-3 PID -1 7 0 1 x",
-    "bandmaster-worker-3 PID ٣ 7 0 1 x",
-    "bandmaster-worker-3 PID 4 7 0 1 \x1b[31mred\nline \u202e\xff",
+    "bandmaster-worker-4 1 2 3 4",
+    f"bandmaster-worker-4 {10**24} 1 7 0 1 x",
+    f"bandmaster-worker-4 PID {10**24} 7 0 1 x",
+    f"bandmaster-worker-4 PID 1 7 {10**24} {10**25} x",
+    "bandmaster-worker-4 PID 1 7 5 4 x",
+    "bandmaster-worker-4 PID -1 7 0 1 x",
+    "bandmaster-worker-4 PID ٣ 7 0 1 x",
+    "bandmaster-worker-4 PID 4 7 0 1 \x1b[31mred\nline \u202e\xff",
 ]
 HAS_NAMES = """
 import ctypes, os, sys

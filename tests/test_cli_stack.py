@@ -13,7 +13,7 @@ from commands import MINE
 import bandmaster as bm
 from bandmaster import Dispatch, register, rl
 from bandmaster.cli import main
-from bandmaster.wire.stacks import TASKS, readable
+from bandmaster.wire.stacks import END, TASKS, TOLD, readable
 from bandmaster.wire.status_page import stacks
 
 
@@ -108,8 +108,8 @@ def test_why_shows_first_the_rank_that_skips_a_collective(make_pool, capsys, met
 
 
 def test_what_a_worker_tells_twice_of_its_tasks_is_shown_once():
-    told = json.dumps(["", "--- task of a user"])
-    assert readable(f"{TASKS}{told}\n{TASKS}{told}\n") == "--- task of a user"
+    told = f"{TOLD}{TASKS}{json.dumps(['', '--- task of a user', ''])}\n{END}"
+    assert readable(f"{told}{told}") == "--- task of a user"
 
 
 @pytest.mark.backends("local")
@@ -245,3 +245,62 @@ def test_the_tasks_of_an_idle_rank(engine, capsys):
             assert ", in call_tool\n" in out
             return
         assert idle_time() < deadline, out
+
+
+class Computes(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def größe(self, seconds):
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            self.fibonacci(15)
+
+    def fibonacci(self, n):
+        return n if n < 2 else self.fibonacci(n - 1) + self.fibonacci(n - 2)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def hold_the_gil(self, n):
+        return sum(range(n))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+
+@pytest.fixture
+def computing(make_pool):
+    """A group of two ranks, their processes, and their call that runs Python code."""
+    group = bm.WorkerGroup(make_pool([2]), Computes)
+    pids, call = group.pid(), group.größe.submit(600)
+    deadline = idle_time() + 30
+    while not all("in gr" in stack for stack in stacks(pids).values()):
+        assert idle_time() < deadline, "the ranks have not come to their call"
+    yield group, pids
+    call.cancel()
+
+
+@pytest.mark.slow
+@pytest.mark.backends("local")
+def test_ranks_that_run_python_code_are_asked_for_their_stacks_three_thousand_times(computing):
+    """faulthandler reads frames while they are made, and has ended such a rank about once in 1,500 times."""
+    _, pids = computing
+    for _ in range(1500):
+        found = stacks(pids)
+        assert all("in größe" in found[pid] for pid in pids), found
+
+
+@pytest.mark.backends("local")
+def test_ranks_that_run_python_code_tell_their_stacks_themselves(computing):
+    _, pids = computing
+    found = stacks(pids)
+    assert all(found[pid].count("in größe") == 1 for pid in pids), "faulthandler would escape the letters"
+
+
+@pytest.mark.backends("local")
+def test_a_rank_whose_c_code_holds_the_gil_is_shown_where_it_is(make_pool):
+    group = bm.WorkerGroup(make_pool([1]), Computes)
+    (pid,), call = group.pid(), group.hold_the_gil.submit(150_000_000)
+    found = ""
+    while not ("in hold_the_gil" in found and "C code holds the GIL" in found):
+        assert not call.done(), found
+        found = stacks([pid]).get(pid, "")
+    assert call.result(timeout=60) == [150_000_000 * 149_999_999 // 2]

@@ -27,9 +27,10 @@ from bandmaster.platform.processes import Ended, MemoryPressure, Orphans, is_rea
 from bandmaster.wire.lane import Lane
 from bandmaster.wire.segment_reader import kept_name
 from bandmaster.wire.segments import SegmentWriter
+from bandmaster.wire.stacks import COLLECTIVES, TASKS
 from bandmaster.wire.status_page import StatusPage, WorkerIdentity
 from bandmaster.worker import WorkerContext
-from bandmaster.worker_process.collectives import tell_of_collectives
+from bandmaster.worker_process.collectives import told_of_collectives
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.loop import AnswersRequests, Loop
 from bandmaster.worker_process.rendezvous import Rendezvous
@@ -300,8 +301,7 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
         executor.prepare(spawn.context)
         sockets = [socket.socket(fileno=fd) for fd in rendezvous_fds]
         rendezvous = Rendezvous(sockets, executor.after) if sockets else None
-        page.told_of_tasks, executor.begins_event_loop = executor.told_of_tasks, page.has_event_loop
-        tell_of_collectives(page)
+        page.told = {TASKS: executor.told_of_tasks, COLLECTIVES: told_of_collectives}
         lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(kept_name(os.getpid())))
         Loop(lane, executor, page, _answers).run()
         executor.close()

@@ -1,28 +1,32 @@
-"""Makes the stacks that faulthandler writes readable: the user's threads, innermost frame last, with source lines.
+"""The stacks of a process as text, and what users read: the user's threads, innermost frame last, with source lines.
 
-Behind them, a worker with process groups of torch tells of its operations in them: `COLLECTIVES`, and a line of JSON;
-and one whose Python code can run, of the tasks of its event loop: `TASKS`, and another such line.
+A worker writes `TOLD` and the stacks of all its threads, in the form of faulthandler; then what else it knows, each a
+mark and a line of JSON: of the tasks of its event loop, `TASKS`, and of the operations in its process groups of torch,
+`COLLECTIVES`; and `END`. One that cannot, as C code holds the GIL, has faulthandler write the stack of its main thread.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 import sysconfig
+import traceback
 from collections.abc import Iterator
-from itertools import takewhile
+from itertools import dropwhile, islice, takewhile
 from pathlib import Path
+from threading import get_ident, main_thread
+from types import FrameType
 from typing import Any
 
 from bandmaster.errors.failure import with_source_lines
 
-TASKS = "\n\nTasks: "
-COLLECTIVES = "\n\nCollectives: "
+TOLD, TASKS, COLLECTIVES, END = "\n\nTold:\n", "\n\nTasks: ", "\n\nCollectives: ", "\n\nEnd\n"
+MOST_FRAMES = 100  # of each thread, as faulthandler writes
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _DEBUGGER = f"{_PACKAGE}debugging/", f"{sysconfig.get_path('stdlib')}/bdb.py"
-_OTHER_THREADS = "\n  in another thread:\n"  # between the stack of the thread that runs the methods, and others
 _IDLE = "  idle: it runs no method"
 _ELSEWHERE = "  an async method that Ray's event loop runs"
 _RUNS = "  it runs requests:"
@@ -33,7 +37,8 @@ _NEXT_REQUEST = f"{_PACKAGE}answering/requests.py next_message\n"
 _REPLIES = f" _wait\n{_PACKAGE}wire/poller.py receive\n"  # of ranks of other groups, which a method calls
 _NEXT_TASK = "/ray/_private/worker.py main_loop\n"
 _AWAITS = f"{_PACKAGE}worker_process/executor.py wait_for\n"  # where that thread waits for async methods
-_CURRENT = "Current thread", "Stack (most recent"  # that the signal reached: the main thread, if it can be; or alone
+_MAIN, _OTHER = "Stack (most recent call first):", "Thread (most recent call first):"  # as faulthandler says
+_IS_SILENT = "  it does not answer: C code holds the GIL, or the host is overloaded; other threads are not shown"
 
 
 def readable(text: str, runs: bool = False) -> str:
@@ -45,30 +50,54 @@ def readable(text: str, runs: bool = False) -> str:
         text: The text behind a status page.
         runs: Whether a method runs, by the status page: Ray runs those that overlap in other threads.
     """
-    awaited, tasks, *more = told(text, TASKS) or ("", "")
-    more.append(told(text, COLLECTIVES))
-    text = text.partition(TASKS)[0].partition(COLLECTIVES)[0]
-    threads = list(_threads(text))
-    others = [frames for heading, frames in threads if not heading.startswith(_CURRENT) and any(map(_is_users, frames))]
-    mine = [frames for heading, frames in threads if heading.startswith(_CURRENT)]
-    shown = [awaited] if awaited else [_waits(frames, runs) or _shown(frames) for frames in mine]
-    if tasks and any(_places(frames[-1:]) == _NEXT_REQUEST for frames in mine):
-        shown = [_RUNS]
-    stacks = _OTHER_THREADS.join(filter(None, [*shown, *map(_shown, others)]))
-    return with_source_lines("\n".join(filter(None, [stacks, tasks, *more])))
+    _, mark, text = text.rpartition(TOLD)
+    awaited, tasks, calls = _told(text, TASKS) or ("", "", "")
+    threads = list(_threads(text.partition(TASKS)[0]))
+    mine = next((frames for heading, frames in threads if heading == _MAIN), [])
+    running = [frames for heading, frames in threads if heading != _MAIN and not all(map(_is_not_users, frames))]
+    loops = [frames for frames in running if f"{_PACKAGE}worker_process/event_loop.py _serve\n" in _places(frames)]
+    stack = awaited or _waits(mine, runs) or _shown(mine)
+    if _places(mine[-1:]) == _NEXT_REQUEST and (tasks or loops):
+        stack = _RUNS
+    others = [_shown_from_users("in another thread", frames) for frames in running if frames not in loops]
+    told = [stack, *[_shown_from_users("the event loop runs", frames) for frames in loops], tasks, *others]
+    told += [calls if _is_in_this_library(mine) else "", _told(text, COLLECTIVES), "" if mark else _IS_SILENT]
+    return with_source_lines("\n".join(filter(None, told)))
 
 
-def told(text: str, mark: str) -> Any:
-    """The texts that a worker tells behind a mark; None if they are not there, or not whole."""
+def of_this_process() -> str:
+    """The stacks of all threads of this process but the one that asks."""
+    frames, main = sys._current_frames(), main_thread().ident
+    frames.pop(get_ident())
+    return "\n\n".join(
+        "\n".join([_MAIN if thread == main else _OTHER, *map(_line, islice(traceback.walk_stack(frame), MOST_FRAMES))])
+        for thread, frame in frames.items()
+    )
+
+
+def _line(place: tuple[FrameType, int]) -> str:
+    frame, line = place
+    return f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}'
+
+
+def is_told(text: str) -> bool:
+    """Whether a worker has told all that it knows."""
+    return END in text
+
+
+def _told(text: str, mark: str) -> Any:
     said, is_whole, _ = text.partition(mark)[2].partition("\n")  # a worker that is asked by several tells all of them
     return json.loads(said) if is_whole else None
 
 
-def can_tell_of_tasks(text: str) -> bool:
-    """Whether the thread that runs the methods waits in Python code of this library, so that it can tell of tasks."""
-    mine = [frames for heading, frames in _threads(text) if heading.startswith(_CURRENT)]
+def _shown_from_users(heading: str, frames: list[re.Match[str]]) -> str:
+    return f"  {heading}:\n{_shown(list(dropwhile(_is_not_users, frames)))}"
+
+
+def _is_in_this_library(frames: list[re.Match[str]]) -> bool:
+    """Whether the thread that runs the methods waits in this library, perhaps for calls."""
     ends = _NEXT_CALL, _AT_THE_FENCE, _NEXT_REQUEST, _REPLIES
-    return any(_places(frames[-2:]).endswith(ends) or _AWAITS in _places(frames[-4:]) for frames in mine)
+    return _places(frames[-2:]).endswith(ends) or _AWAITS in _places(frames[-4:])
 
 
 def _threads(text: str) -> Iterator[tuple[str, list[re.Match[str]]]]:
@@ -103,5 +132,5 @@ def _users_part(frames: list[re.Match[str]]) -> list[re.Match[str]]:
     return frames[ours[-1] + 1 :] or frames if ours else frames
 
 
-def _is_users(frame: re.Match[str]) -> bool:
-    return not frame["file"].startswith((_PACKAGE, "<frozen", *_LIBRARIES))
+def _is_not_users(frame: re.Match[str]) -> bool:
+    return frame["file"].startswith((_PACKAGE, "<frozen", *_LIBRARIES))

@@ -8,11 +8,11 @@
       word: the failed call after which it may go on  ◄── resume(pid, number)
       words: numbers of calls to interrupt            ◄── interrupt(pid, number), then a signal
       the names of methods
-      behind the page: stacks, by faulthandler         ──► stacks(pids), after a signal: also where C code is stuck
-      behind those: tasks of the event loop                after the signal of interrupt, if Python code can run
+      behind the page: stacks, tasks, collectives      ──► stacks(pids), after a signal to the thread that writes them
+      or the main thread's stack, by faulthandler          after a signal to that, where C code holds the GIL
 
-The page needs no thread and no socket, so it works whatever the worker does, and nothing is left when the worker
-is gone. The version of the layout is in the name, so that processes with another version do not misread the page.
+To interrupt, the page needs no thread and no socket, so it works whatever the worker does; nothing is left when the
+worker is gone. The version of the layout is in the name, so that processes with another version do not misread it.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ from types import FrameType
 from typing import Any
 
 from bandmaster.contract import CONSTRUCT, Signs
+from bandmaster.errors import ResourceError
 from bandmaster.errors.failure import IN_DEBUGGER
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.proc import cpu_s_of_family, descriptors, is_runnable, pids, stat
-from bandmaster.wire.stacks import COLLECTIVES, TASKS, can_tell_of_tasks, readable, told
+from bandmaster.wire.stacks import END, TOLD, is_told, of_this_process, readable
 
 _LAST_SIGNAL = int(getattr(signal, "SIGRTMAX", 64))  # there is none on systems where no worker has its own process
 INTERRUPT_SIGNAL = _LAST_SIGNAL - 7
 STACKS_SIGNAL = _LAST_SIGNAL - 8
 
 # The layout: words of 8 bytes, then the names of methods, each followed by a zero byte; the first name has the index 1.
-# The spare word is for workers of other kinds; the last one is the thread that tells of collectives, 0 for none.
+# The spare word is for workers of other kinds; the last one is the thread that writes stacks, 0 for none.
 RUNNING, SINCE, N_MORE, N_TASKS, SPARE, RESUMED, TELLER = range(7)
 N_SLOTS = 512  # words for the numbers of calls to interrupt; fewer calls than that are on their way to one worker
 _SLOTS_AT = 8
@@ -59,17 +60,18 @@ PAGE_NBYTES = 16 * 1024
 _ACTIVITY = struct.Struct("<QdQQ")  # the first words
 
 MAX_NAME_NBYTES = 200  # of an identity, of which the kernel takes 249, and of a method
-STACKS_TIMEOUT_S = 0.5
+TOLD_TIMEOUT_S, STACKS_TIMEOUT_S = 0.5, 0.7  # until faulthandler is asked, and in all
 AGENT, DEBUGGER = "bandmaster-agent", "bandmaster-in-debugger"  # marks of `announce`
 AGAIN_S = 0.02  # after an interrupt that was put off
 IMPORTS = "<frozen importlib._bootstrap>"  # the file of the frames of an import
 # Python lets no exception out of a finalizer, and a module that is imported in part cannot be used later.
 _NOT_IN = {IMPORTS, weakref.__file__, _weakrefset.__file__}
-_SETTLED_S = 0.01  # stacks that have not grown for so long are whole
+_PAUSE_S = 0.001
+_SETTLED_S = 0.01  # stacks of faulthandler that have not grown for so long are whole
 _MOST_READS = 8
 
-_MARK = "bandmaster-worker-3"
-_DETACHED = "bandmaster-detached-3"  # in place of it
+_MARK = "bandmaster-worker-4"
+_DETACHED = "bandmaster-detached-4"  # in place of it
 _MEMFD, _DELETED = "/memfd:", " (deleted)"  # around the name of an anonymous file in /proc
 _NUMBERS = " ".join(["([0-9]+)"] * 5)
 _NAME = re.compile(rf"{_MEMFD}({_MARK}|{_DETACHED}) {_NUMBERS} (.*) \(deleted\)", re.DOTALL)
@@ -208,34 +210,31 @@ def stacks(pids: Sequence[int]) -> dict[int, str]:
             with contextlib.suppress(OSError):
                 page = close_all.enter_context(opened(pid, "r+b"))
                 os.ftruncate(page, PAGE_NBYTES)
-                _signal(pid, STACKS_SIGNAL)
+                if teller := _word(page, TELLER):
+                    _signal(pid, STACKS_SIGNAL, teller)
                 pages[pid] = page
-        deadline = time.monotonic() + STACKS_TIMEOUT_S
-        texts = _texts(pages, deadline, lambda text, before: text != "" and text == before)
-        tellers = {pid: _word(page, TELLER) for pid, page in pages.items()}
-        asked = {pid: pages[pid] for pid, thread in tellers.items() if thread}
-        for pid in asked:
-            _signal(pid, STACKS_SIGNAL, tellers[pid])
-        texts.update(_texts(asked, deadline, lambda text, _: told(text, COLLECTIVES) is not None))
-        waiting = {pid: page for pid, page in pages.items() if can_tell_of_tasks(texts[pid])}
-        for pid in waiting:
-            _signal(pid, INTERRUPT_SIGNAL)
-        texts.update(_texts(waiting, deadline, lambda text, _: told(text, TASKS) is not None))
+        begun = time.monotonic()
+        texts = _texts(pages, begun + TOLD_TIMEOUT_S, _PAUSE_S, lambda text, _: is_told(text))
+        silent = {pid: page for pid, page in pages.items() if not texts[pid]}
+        for pid in silent:
+            _signal(pid, STACKS_SIGNAL)
+        deadline = begun + STACKS_TIMEOUT_S
+        texts.update(_texts(silent, deadline, _SETTLED_S, lambda text, before: text != "" and text == before))
         shown = {pid: readable(text, _word(pages[pid], RUNNING) != 0) for pid, text in texts.items() if text}
-        for page in pages.values():  # an interrupt is not to tell of tasks
-            os.ftruncate(page, PAGE_NBYTES)
     heading = f"{IN_DEBUGGER}: bandmaster debug attaches to it, and deadlines wait\n"
     return {**shown, **{pid: heading + shown.get(pid, "") for pid in in_debuggers(pids)}}
 
 
-def _texts(pages: dict[int, int], deadline: float, is_whole: Callable[[str, str], bool]) -> dict[int, str]:
+def _texts(
+    pages: dict[int, int], deadline: float, pause_s: float, is_whole: Callable[[str, str], bool]
+) -> dict[int, str]:
     """The text behind each page, once each is whole, told from it and what was read before; or the time is over."""
     texts: dict[int, str] = {}
     while True:
         before, texts = texts, {pid: _text(page) for pid, page in pages.items()}
         if all(is_whole(text, before.get(pid, "")) for pid, text in texts.items()) or time.monotonic() >= deadline:
             return texts
-        time.sleep(_SETTLED_S)  # a signal handler writes there: there is nothing to wait on
+        time.sleep(pause_s)  # there is nothing to wait on
 
 
 def _text(page: int) -> str:
@@ -324,13 +323,11 @@ class StatusPage:
         activity: Shows which method runs.
         words: The words of the page.
         running: Number of the call that may be interrupted; 0 between calls and while interrupts are deferred.
-        told_of_tasks: Returns the text about tasks that follows stacks; see `bandmaster.worker_process.event_loop`.
+        told: Functions of what is told behind stacks, by the marks of their values; see `bandmaster.wire.stacks`.
     """
 
-    told_of_tasks: Callable[[], str]
-
     def __init__(self, identity: WorkerIdentity) -> None:
-        self.running = 0
+        self.running, self.told = 0, dict[str, Callable[[], Any]]()
         self._put_off: SimpleQueue[None] | None = None  # an item for each interrupt that has to come again
         libc = ctypes.CDLL(None)
         for number in (INTERRUPT_SIGNAL, STACKS_SIGNAL):  # before others find the page: by default these signals kill
@@ -340,22 +337,12 @@ class StatusPage:
         fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)  # stacks are appended after the page
         page = memoryview(mmap.mmap(self._fd, PAGE_NBYTES))
         self.words, self.activity = page.cast("Q"), ActivityWords(page)
-        faulthandler.register(STACKS_SIGNAL, file=self._fd, all_threads=True, chain=False)
-        if threading.current_thread() is threading.main_thread():  # where Python handles signals
-            signal.signal(INTERRUPT_SIGNAL, self._signalled)
-
-    def has_event_loop(self) -> None:
-        """Have faulthandler write the stack of this thread alone: it would crash on frames that the event loop runs."""
+        # Of the main thread alone: others may run Python code, whose frames must not be read while they change.
         faulthandler.register(STACKS_SIGNAL, file=self._fd, all_threads=False, chain=False)
-
-    def tells_of_collectives(self, thread: int) -> None:
-        """Show that a thread, given by the system's number, calls `tell_of_collectives` if it gets `STACKS_SIGNAL`."""
-        self.words[TELLER] = thread
-
-    def tell_of_collectives(self, text: str) -> None:
-        """Add a text to the stacks."""
-        if os.fstat(self._fd).st_size > PAGE_NBYTES:  # somebody still reads them
-            os.write(self._fd, f"{COLLECTIVES}{json.dumps(text)}\n".encode())
+        with contextlib.suppress(ResourceError):
+            start_thread("bandmaster-stacks", self._tell)
+        if threading.current_thread() is threading.main_thread():  # where Python handles signals
+            signal.signal(INTERRUPT_SIGNAL, lambda _, frame: self._interrupt(frame))
 
     def begin(self, number: int) -> None:
         """Allow a call to be interrupted from now on.
@@ -393,11 +380,24 @@ class StatusPage:
             if number and not self.running:  # else another thread has held back a call that has ended since
                 self.begin(number)
 
-    def _signalled(self, _: int, frame: FrameType | None) -> None:
-        if os.fstat(self._fd).st_size > PAGE_NBYTES:  # somebody reads stacks
-            with contextlib.suppress(Exception):  # stacks can do without
-                os.write(self._fd, f"{TASKS}{self.told_of_tasks()}\n".encode())
-        self._interrupt(frame)
+    def _tell(self) -> None:
+        """Write the stacks each time that the thread which runs this is asked.
+
+        Python code of other threads stands still while it reads their frames; faulthandler, which also writes where C
+        code holds the GIL, would read frames that are just being made, and crash.
+        """
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # of this thread alone
+        self.words[TELLER] = threading.get_native_id()
+        with contextlib.suppress(OSError):  # the user's code has closed all descriptors
+            while signal.sigwait([STACKS_SIGNAL]):
+                self._write(TOLD + of_this_process())
+                for mark, tell in self.told.items():
+                    with contextlib.suppress(Exception):  # stacks can do without
+                        self._write(f"{mark}{json.dumps(tell())}\n")
+                self._write(END)
+
+    def _write(self, text: str) -> None:
+        os.write(self._fd, text.encode(errors="backslashreplace"))
 
     def _interrupt(self, frame: FrameType | None = None) -> None:
         number = self.running
@@ -414,7 +414,7 @@ class StatusPage:
             raise Interrupted("the controller cancelled the call")
 
     def _signal_again(self) -> None:
-        """Signal this thread again in a moment, by one thread for good: stacks are written while no thread is new."""
+        """Signal this thread again in a moment, by one thread for good."""
         if self._put_off is None:
             self._put_off = SimpleQueue()
             start_thread("bandmaster-interrupts", _signal_later, self._put_off, threading.get_ident())

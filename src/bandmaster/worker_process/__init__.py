@@ -4,7 +4,7 @@
 
     controller ── lane ──► loop ── one call ──► executor ── constructs the worker, runs its methods
                ◄─ lane ───┘ ◄───── reply ──────┘
-               ── signal ──► status_page: interrupts the running call, writes its stacks
+               ── signal ──► status_page: interrupts the running call; its thread writes the stacks
                           event_loop: runs the coroutines of async methods, tells where its tasks wait ◄── executor
     any process ◄─ memory ── activity: which method runs, and since when
     other ranks ── TCP ────► rendezvous: the port of torch.distributed, on rank 0

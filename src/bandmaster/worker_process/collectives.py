@@ -1,12 +1,7 @@
 """Tells which operation of ``torch.distributed`` this worker has entered last in each process group, and its number.
 
-::
-
-    the thread that runs methods: all_reduce(...) ── waits in C code, where no Python code can run
-    the teller's thread: blocked, until somebody who reads stacks signals it ──► torch's flight recorder ──► status page
-
-The thread is started with the first process group. It costs nothing until it is asked, and nothing is added to
-operations: torch counts and records them itself.
+The thread that writes the worker's stacks asks torch's flight recorder, also while the thread that runs methods waits
+in C code of an operation. It costs nothing until then: torch counts and records the operations itself.
 
 Source: the flight recorder of torch, https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 """
@@ -14,57 +9,21 @@ Source: the flight recorder of torch, https://docs.pytorch.org/tutorials/unstabl
 from __future__ import annotations
 
 import json
-import signal
 import sys
-import threading
-from contextlib import suppress
 from typing import Any
 
-from bandmaster.errors import ResourceError
-from bandmaster.platform.after_import import AfterImport
-from bandmaster.platform.limits import start_thread
-from bandmaster.wire.status_page import STACKS_SIGNAL, StatusPage
 
-_MODULE = "torch.distributed.distributed_c10d"
-
-
-def tell_of_collectives(page: StatusPage) -> None:
-    """Have others learn of the operations of this process by its status page, once it has a process group."""
-    AfterImport(_MODULE, lambda: _start_with_the_first_group(page))
-
-
-def _start_with_the_first_group(page: StatusPage) -> None:
-    module: Any = sys.modules[_MODULE]
-    update: Any = getattr(module, "_update_default_pg", None)  # called as a group is made
-    is_started = False
-
-    def update_and_start(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_started
-        value = update(*args, **kwargs)
-        if not is_started:
-            is_started = True
-            with suppress(ResourceError):
-                start_thread("bandmaster-collectives", _tell, page)
-        return value
-
-    if update is not None:
-        module._update_default_pg = update_and_start
-
-
-def _tell(page: StatusPage) -> None:
-    """Tell of the operations each time that the thread which runs this is asked."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [STACKS_SIGNAL])  # of this thread alone
-    page.tells_of_collectives(threading.get_native_id())
-    while signal.sigwait([STACKS_SIGNAL]):
-        try:
-            told = "\n".join(_operations())
-        except Exception as error:  # torch's format has changed
-            told = f"  its collectives are unknown: {error!r}"
-        page.tell_of_collectives(told)
+def told_of_collectives() -> str:
+    """A line for each process group, about the last operation that this rank has entered there; "" if it has none."""
+    distributed = sys.modules.get("torch.distributed")
+    is_initialized = getattr(distributed, "is_initialized", bool)  # not while torch is being imported
+    try:
+        return "\n".join(_operations()) if is_initialized() else ""
+    except Exception as error:  # torch's format has changed
+        return f"  its collectives are unknown: {error!r}"
 
 
 def _operations() -> list[str]:
-    """A line for each process group, about the last operation that this rank has entered there."""
     from torch._C import _distributed_c10d as c10d
 
     dump = getattr(c10d, "_dump_fr_trace_json", None)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import selectors
-import sys
 import traceback
 import weakref
 from collections import Counter, deque
@@ -24,7 +22,6 @@ MOST_STACKS = 8  # that are told of other tasks
 MOST_DEAD = 8
 MOST_FRAMES = 100
 _PACKAGE = f"{Path(__file__).parents[1]}/"
-_LOOPS = selectors.__file__, f"{Path(asyncio.__file__).parent}/"  # where an event loop waits, and is
 _CHAIN = (("cr_frame", "cr_await"), ("ag_frame", "ag_await"), ("gi_frame", "gi_yieldfrom"))
 _KINDS = (CoroutineType, AsyncGeneratorType, GeneratorType)
 
@@ -90,9 +87,7 @@ class EventLoopThread:
         """
         others = [task.get_coro() for task in asyncio.all_tasks(self.loop) if task.get_coro() is not awaited]
         stacks = Counter(filter(None, map(_stack, others))).most_common()  # none of those that wait for items
-        running = _running(self._thread.ident)
-        said = [f"  the event loop runs:\n{running}"] if running else []
-        said += [
+        said = [
             f"  in {'another task' if n == 1 else f'{n} other tasks'}:\n{stack}" for stack, n in stacks[:MOST_STACKS]
         ]
         if n_more := sum(n for _, n in stacks[MOST_STACKS:]):
@@ -135,16 +130,6 @@ def _died(what: str, error: BaseException) -> str:
 
 def _name(task: asyncio.Task[Any]) -> str:
     return str(getattr(task.get_coro(), "__qualname__", task.get_name()))
-
-
-def _running(thread: int | None) -> str:
-    """The frames of the user's code that the thread of an event loop runs now; "" if it waits, or runs none."""
-    frame, frames = sys._current_frames().get(thread or 0), list[str]()
-    while frame is not None and not frame.f_code.co_filename.startswith((_PACKAGE, *_LOOPS)):
-        code = frame.f_code
-        frames.append(f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}')
-        frame = frame.f_back
-    return "\n".join(reversed(frames))
 
 
 def _stack(awaitable: Any) -> str:

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import pickle
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
@@ -63,7 +62,6 @@ class Executor:
         times: The times of the call that has run last, packed as `bandmaster.contract.TIMES`; None if it was not timed.
         hold: Returns a context manager that defers interrupts: `StatusPage.hold` if the worker has its own process,
             else a `SigintSafeLock`, which defers Ctrl-C.
-        begins_event_loop: Called before the event loop begins.
         own_methods: What is called in place of a method of the worker, with this, by the name that a call gives.
         generators: Those that have begun and not ended, by the name of their stream.
         early_limits: The numbers of items that streams of requests may make, which have not begun here.
@@ -82,7 +80,6 @@ class Executor:
         self.after: list[Hook] = []
         self.times: bytes | None = None
         self.worker: Worker | None = None
-        self.begins_event_loop: Callable[[], object] = bool
         self.own_methods = dict(_OWN_METHODS)
         self._marks: list[int] | None = None  # moments in ns of the call that runs, if it is timed
         self._context: WorkerContext | None = None
@@ -369,14 +366,14 @@ class Executor:
         """The event loop of async methods, which is made when it is first asked for."""
         with self.hold():
             if self._loop is None:
-                self.begins_event_loop()
                 self._loop = EventLoopThread(self.activity)
         return self._loop
 
-    def told_of_tasks(self) -> str:
-        """Tell where the coroutine of the running call waits, of the other tasks, and calls: three texts, as JSON."""
-        awaited, tasks = ("", "") if self._loop is None else self._loop.told(self._awaited)
-        return json.dumps([awaited, tasks, here.told_of_calls()])
+    def told_of_tasks(self) -> tuple[str, str, str]:
+        """Tell where the running call's coroutine waits, of the other tasks, and calls. Any thread may call this."""
+        loop = self._loop
+        awaited, tasks = ("", "") if loop is None else loop.told(self._awaited)
+        return awaited, tasks, here.told_of_calls()
 
     @property
     def reports(self) -> Mapping[str, Report]:

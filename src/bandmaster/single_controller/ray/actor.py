@@ -37,8 +37,10 @@ from bandmaster.single_controller.ray.output import redirect, tame_bars
 from bandmaster.wire.lane import LENGTH_NBYTES, Lane
 from bandmaster.wire.segment_reader import RowReader, RowReaders, kept_name
 from bandmaster.wire.segments import SegmentWriter
+from bandmaster.wire.stacks import COLLECTIVES, TASKS
 from bandmaster.wire.status_page import SPARE, StatusPage, WorkerIdentity, opened
 from bandmaster.worker import WorkerContext
+from bandmaster.worker_process.collectives import told_of_collectives
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.loop import Loop
 from bandmaster.worker_process.rendezvous import Rendezvous, rendezvous_sockets
@@ -170,8 +172,8 @@ class WorkerActor:
         identity = replace(identity, pid=os.getpid(), controller=controller)
         self._page = ActorPage(identity)
         install_breakpoints(identity, self._page.hold)
-        self._executor.hold, self._page.told_of_tasks = self._page.hold, self._executor.told_of_tasks
-        self._executor.activity = self._page.activity
+        self._executor.hold, self._executor.activity = self._page.hold, self._page.activity
+        self._page.told = {TASKS: self._executor.told_of_tasks, COLLECTIVES: told_of_collectives}
         address = ray.util.get_node_ip_address()
         device = "cuda:0" if uses_gpu and count_gpus() else "cpu"
         port = 0

@@ -477,13 +477,16 @@ class ActorWorkers:
 
     def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
         """The Python stacks of ranks, read from their status pages on their own nodes."""
-        texts = {}
-        for rank, ticket in tickets.items():
+        by_node: dict[str, dict[int, int]] = {}
+        for rank in tickets:
             if rank in self._infos:
-                pid, queued = self._infos[rank].pid, "" if self._is_at(rank, ticket) else QUEUED
-                found = self._on_its_node(rank, status_page.stacks, [pid]) or {}
-                if pid in found:
-                    texts[rank] = queued + found[pid]
+                by_node.setdefault(self._infos[rank].node, {})[self._infos[rank].pid] = rank
+        known = [rank for ranks in by_node.values() for rank in ranks.values()]
+        queued = {rank: "" if self._is_at(rank, tickets[rank]) else QUEUED for rank in known}
+        texts = {}
+        for ranks in by_node.values():
+            found = self._on_its_node(next(iter(ranks.values())), status_page.stacks, list(ranks)) or {}
+            texts.update({ranks[pid]: queued[ranks[pid]] + text for pid, text in found.items()})
         return texts
 
     def signs(self, ranks: Sequence[int]) -> dict[int, Signs]:
