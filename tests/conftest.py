@@ -213,6 +213,15 @@ def nothing_is_left(request):
             yield
 
 
+@pytest.fixture(autouse=True)
+def no_false_notice():
+    """No call of the test was noticed to make no progress by the usual limits, 30 s or more: none of them hangs."""
+    begun = time.time()
+    yield
+    noticed = [stall.text for stall in bm.stalls() if stall.at >= begun and stall.seconds >= 30]
+    assert not noticed, "\n".join(noticed)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def earlier_objects_are_settled():
     """Have garbage collections of a module's tests skip what earlier ones imported and kept: millions of objects."""
