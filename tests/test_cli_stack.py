@@ -13,7 +13,7 @@ from commands import MINE
 import bandmaster as bm
 from bandmaster import Dispatch, register, rl
 from bandmaster.cli import main
-from bandmaster.wire.stacks import END, TASKS, TOLD, readable
+from bandmaster.wire.stacks import END, TASKS, TOLD, is_told, readable
 from bandmaster.wire.status_page import stacks
 
 
@@ -110,6 +110,15 @@ def test_why_shows_first_the_rank_that_skips_a_collective(make_pool, capsys, met
 def test_what_a_worker_tells_twice_of_its_tasks_is_shown_once():
     told = f"{TOLD}{TASKS}{json.dumps(['', '--- task of a user', ''])}\n{END}"
     assert readable(f"{told}{told}") == "--- task of a user"
+    assert readable(f"{told}{TOLD}") == "--- task of a user", "the second one is just being written"
+
+
+def test_what_a_worker_tells_is_whole_only_from_its_beginning_which_another_reader_may_remove():
+    told = f'{TOLD}Stack (most recent call first):\n  File "user.py", line 3 in step{TASKS}["", "", ""]\n{END}'
+    rest = told[told.index(TASKS) :]
+    assert not is_told(rest)
+    assert is_told(rest + told)
+    assert readable(rest + told) == '  File "user.py", line 3, in step'
 
 
 @pytest.mark.backends("local")

@@ -50,7 +50,8 @@ def readable(text: str, runs: bool = False) -> str:
         text: The text behind a status page.
         runs: Whether a method runs, by the status page: Ray runs those that overlap in other threads.
     """
-    _, mark, text = text.rpartition(TOLD)
+    _, mark, behind = text.partition(TOLD)
+    text = (behind if mark else text).partition(END)[0]  # several readers make a worker write as often
     awaited, tasks, calls = _told(text, TASKS) or ("", "", "")
     threads = list(_threads(text.partition(TASKS)[0]))
     mine = next((frames for heading, frames in threads if heading == _MAIN), [])
@@ -81,12 +82,12 @@ def _line(place: tuple[FrameType, int]) -> str:
 
 
 def is_told(text: str) -> bool:
-    """Whether a worker has told all that it knows."""
-    return END in text
+    """Whether a worker has told all that it knows: another reader may have removed the beginning."""
+    return END in text.partition(TOLD)[2]
 
 
 def _told(text: str, mark: str) -> Any:
-    said, is_whole, _ = text.partition(mark)[2].partition("\n")  # a worker that is asked by several tells all of them
+    said, is_whole, _ = text.partition(mark)[2].partition("\n")
     return json.loads(said) if is_whole else None
 
 
