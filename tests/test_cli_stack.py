@@ -271,6 +271,13 @@ class Computes(bm.Worker):
         return sum(range(n))
 
     @register(Dispatch.ONE_TO_ALL)
+    def run_code(self, file, change):
+        names = {"wait": time.sleep}
+        exec(compile("def made():\n    wait(600)", file, "exec"), names)
+        names["made"].__code__ = names["made"].__code__.replace(**change)
+        names["made"]()
+
+    @register(Dispatch.ONE_TO_ALL)
     def pid(self):
         return os.getpid()
 
@@ -313,3 +320,22 @@ def test_a_rank_whose_c_code_holds_the_gil_is_shown_where_it_is(make_pool):
         assert not call.done(), found
         found = stacks([pid]).get(pid, "")
     assert call.result(timeout=60) == [150_000_000 * 149_999_999 // 2]
+
+
+@pytest.mark.backends("local")
+@pytest.mark.parametrize(
+    ("file", "change", "shown"),
+    [
+        ("a\nb.py", {}, r'File "a\nb.py", line 2, in made'),
+        ("a.py", {"co_name": f"f{END}\udcff"}, r'File "a.py", line 2, in f\n\nEnd\n\udcff'),
+        ("a.py", {"co_linetable": b""}, 'File "a.py", line ???, in made'),
+    ],
+)
+def test_code_with_odd_names_or_without_lines_is_shown(make_pool, file, change, shown):
+    group = bm.WorkerGroup(make_pool([1]), Computes)
+    pids, call = group.pid(), group.run_code.submit(file, change)
+    found, deadline = "", idle_time() + 30
+    while shown not in found:
+        assert idle_time() < deadline, found
+        found = stacks(pids).get(pids[0], "")
+    call.cancel()

@@ -78,7 +78,8 @@ def of_this_process() -> str:
 
 def _line(place: tuple[FrameType, int]) -> str:
     frame, line = place
-    return f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}'
+    text = f'  File "{frame.f_code.co_filename}", line {line or "???"} in {frame.f_code.co_name}'
+    return text if text.isprintable() else ascii(text)[1:-1]  # a name may have line ends
 
 
 def is_told(text: str) -> bool:

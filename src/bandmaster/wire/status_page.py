@@ -397,7 +397,7 @@ class StatusPage:
                 self._write(END)
 
     def _write(self, text: str) -> None:
-        os.write(self._fd, text.encode(errors="backslashreplace"))
+        os.write(self._fd, text.encode())
 
     def _interrupt(self, frame: FrameType | None = None) -> None:
         number = self.running
