@@ -64,6 +64,10 @@ class Ranks(bm.Worker):
     async def block(self, gate):
         self.wait_for(gate)
 
+    @register(Dispatch.ONE_TO_ALL)
+    async def block_on_all(self, gate):
+        self.wait_for(gate)
+
     @register(Dispatch.REQUEST, concurrency=8)
     async def never_yield(self, gate):
         await self.await_(gate)
@@ -121,7 +125,10 @@ def test_a_stopped_process_is_named(ranks, noticed):
     assert waiting.result(DEADLINE)[2] == pid
 
 
-@pytest.mark.parametrize("method, words", [("wait_for", "in wait_for ("), ("lock_twice", "in lock_twice (")])
+@pytest.mark.parametrize(
+    "method, words",
+    [("wait_for", "in wait_for ("), ("block_on_all", "in wait_for ("), ("lock_twice", "in lock_twice (")],
+)
 def test_a_method_that_waits_is_noticed_with_its_line(ranks, noticed, tmp_path, method, words):
     waiting = getattr(ranks, method).submit(tmp_path / "gate")
     stall = noticed()

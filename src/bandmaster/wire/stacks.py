@@ -57,7 +57,7 @@ def readable(text: str, runs: bool = False) -> str:
     mine = next((frames for heading, frames in threads if heading == _MAIN), [])
     running = [frames for heading, frames in threads if heading != _MAIN and not all(map(_is_not_users, frames))]
     loops = [frames for frames in running if f"{_PACKAGE}worker_process/event_loop.py _serve\n" in _places(frames)]
-    stack = awaited or _waits(mine, runs) or _shown(mine)
+    stack = awaited or _waits(mine, runs) or ("" if running and _awaits(mine) else _shown(mine))
     if _places(mine[-1:]) == _NEXT_REQUEST and (tasks or loops):
         stack = _RUNS
     others = [_shown_from_users("in another thread", frames) for frames in running if frames not in loops]
@@ -99,7 +99,11 @@ def _shown_from_users(heading: str, frames: list[re.Match[str]]) -> str:
 def _is_in_this_library(frames: list[re.Match[str]]) -> bool:
     """Whether the thread that runs the methods waits in this library, perhaps for calls."""
     ends = _NEXT_CALL, _AT_THE_FENCE, _NEXT_REQUEST, _REPLIES
-    return _places(frames[-2:]).endswith(ends) or _AWAITS in _places(frames[-4:])
+    return _places(frames[-2:]).endswith(ends) or _awaits(frames)
+
+
+def _awaits(frames: list[re.Match[str]]) -> bool:
+    return _AWAITS in _places(frames[-4:])
 
 
 def _threads(text: str) -> Iterator[tuple[str, list[re.Match[str]]]]:
