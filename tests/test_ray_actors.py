@@ -575,6 +575,16 @@ class Meets(bm.Worker):
             outstay(begun)
 
 
+def test_the_stacks_of_actors_are_shown_by_a_trace_whatever_they_run(ray_cluster, tmp_path):
+    with pool_of(2) as pool, bm.trace() as trace:
+        group = group_of(pool, Meets)
+        call = group.stay.submit(tmp_path / "begun")
+        wait_for(tmp_path / "begun")
+        stacks = trace.calls[-1].stacks()
+        call.cancel()
+    assert "idle" in stacks[0] and "in stay" in stacks[1]
+
+
 def test_a_call_by_actor_task_that_fails_does_not_hold_up_one_by_lane_behind_it(ray_cluster, monkeypatch):
     by_lane = ActorWorkers._by_lane
 

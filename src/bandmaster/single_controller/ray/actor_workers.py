@@ -460,7 +460,7 @@ class ActorWorkers:
             kill_because: If it is given, the actors that are running these calls are killed instead.
         """
         if kill_because is not None:
-            self._kill({rank: t for rank, t in tickets.items() if t is None or self._is_at(rank, t)}, kill_because)
+            self._kill({rank: t for rank, t in tickets.items() if self._is_at(rank, t)}, kill_because)
             return
         for rank, ticket in tickets.items():
             if isinstance(ticket, MessageTicket):
@@ -496,10 +496,10 @@ class ActorWorkers:
         return {rank: signs for rank, signs in found.items() if signs is not None}
 
     def _is_at(self, rank: int, ticket: Any) -> bool:
-        """Whether an actor is running a call, or has not started. A running call is announced."""
+        """Whether an actor is running a call, or has not started; True for no call. A running call is announced."""
         if isinstance(ticket, MessageTicket):
             return self._client.is_at(rank, ticket) and announced(self._infos[rank].pid) != OTHERS
-        if rank not in self._infos or self._infos[rank].overlaps:
+        if ticket is None or rank not in self._infos or self._infos[rank].overlaps:
             return True  # it has not started yet, or runs several
         return bool(ticket.task == self._on_its_node(rank, announced, self._infos[rank].pid))
 
