@@ -62,10 +62,10 @@ def test_a_mistake_leaves_the_former_group_alone(make_pool):
     assert group.get() == [1, 1]
 
 
-def test_a_prefix_makes_no_name_of_its_own(make_pool):
+def test_a_group_with_a_prefix_gets_a_number_too_if_its_name_is_taken(make_pool):
     pool = make_pool([1])
     first, second = (bm.WorkerGroup(pool, Actor, n, name_prefix="my") for n in (1, 2))
-    assert (first.name, second.name) == ("myActor", "myActor")
+    assert (first.name, second.name) == ("myActor", "myActor-2")
     assert (first.get(), second.get()) == ([1], [2])
 
 

@@ -122,9 +122,8 @@ class GroupOf(AnyGroup, Generic[W]):
         prefix = pool.name_prefix if name_prefix is None else name_prefix
         own_meshes = checked_mesh(mesh, pool.world_size, pool), checked_meshes(meshes, pool.world_size, pool)
         self._constructor, self._pool = encode_constructor(cls, args, kwargs), pool
-        is_default = name is None and name_prefix is None
         self._ownership = Ownership(self, name or f"{prefix}{cls.__name__}")
-        add_group(self, self._ownership.name, is_default)
+        add_group(self, self._ownership.name, is_numbered=name is None)
         try:
             self._set_up(cls, *own_meshes)
             if name is not None:
@@ -319,8 +318,7 @@ class WorkerGroup(GroupOf[Any]):
             this process that has it is closed first, so that a cell of a notebook can be run again; if it was on
             another pool, slots of that pool without groups are released until a group needs them. By default the
             pool's prefix and the name of the class, with a number if an open group is called so: ``Actor-2``.
-        name_prefix: Prefix of the group's name before the name of the class, in place of ``name``. Several groups may
-            have such a name.
+        name_prefix: Prefix of the group's name before the name of the class, in place of the pool's.
         start_timeout: Seconds that the processes may take to start, and then again for the constructors; None sets no
             limit.
         output: A directory for the output of the workers, which is made if it does not exist. The output of rank 2 is

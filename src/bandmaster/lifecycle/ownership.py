@@ -161,17 +161,17 @@ class Ownership:
             step()
 
 
-def add_group(group: Any, name: str, is_default: bool) -> None:
+def add_group(group: Any, name: str, is_numbered: bool) -> None:
     """Add a group that is being constructed, and set its name.
 
     Args:
         group: The group; only a weak reference to it is kept.
         name: Its name.
-        is_default: Whether a number is added to the name if an open group has it.
+        is_numbered: Whether a number is added to the name if an open group has it.
     """
     with _lock:
         taken, n, base = {other._name for other in open_groups()}, 1, name
-        while is_default and name in taken:
+        while is_numbered and name in taken:
             n += 1
             name = f"{base}-{n}"
         group._name = group._ownership.name = name
