@@ -20,6 +20,7 @@ from bandmaster.cli import main
 from bandmaster.cli.discovery import Discovered, Group, Process, discover, is_orphaned_zygote
 from bandmaster.cli.facts import Cores, Facts, Gpus, Kernel, Memory, Software
 from bandmaster.cli.findings import judge
+from bandmaster.cli.names import complaints_about
 from bandmaster.cli.processes import chosen, shown
 from bandmaster.plan.placement import Node
 from bandmaster.platform.cgroups import Cgroups, Limit
@@ -622,6 +623,13 @@ def test_which_are_chosen():
     assert chosen(discovered, [], is_all=False, is_orphans=True) == Discovered((orphan,), discovered.orphaned_zygotes)
     assert chosen(discovered, ["actor"], is_all=False, is_orphans=False) == Discovered((living,))
     assert chosen(discovered, ["critic@2"], is_all=False, is_orphans=False) == Discovered((orphan,))
+
+
+def test_a_name_that_reads_as_that_of_a_group_of_one_controller_is_ambiguous():
+    discovered = Discovered((made_up("actor", 1, False), made_up("actor@1", 2, False)))
+    (complaint,) = complaints_about(["actor@1"], discovered)
+    assert complaint == "several controllers have a group 'actor@1'; give one of actor@1, actor@1@2"
+    assert complaints_about(["actor", "actor@1@2"], discovered) == []
 
 
 def test_what_is_shown():

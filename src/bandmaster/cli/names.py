@@ -37,10 +37,10 @@ def _shown(name: str) -> str:
 
 
 def _complaint(name: str, discovered: Discovered) -> str:
-    same = [group.full_name for group in discovered.groups if group.name == name]
-    if len(same) > 1:
-        return f"several controllers have a group {name!r}; give one of {', '.join(same)}"
-    if same or named([name], discovered):
+    found = [group.full_name for group in named([name], discovered)]
+    if len(found) > 1:
+        return f"several controllers have a group {name!r}; give one of {', '.join(found)}"
+    if found:
         return ""
     known = list(dict.fromkeys(group.name for group in discovered.groups))
     near = [other for other in known if name.lower() in other.lower()] or difflib.get_close_matches(name, known)
