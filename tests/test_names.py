@@ -69,6 +69,13 @@ def test_a_group_with_a_prefix_gets_a_number_too_if_its_name_is_taken(make_pool)
     assert (first.get(), second.get()) == ([1], [2])
 
 
+def test_a_name_that_bandmaster_ps_could_not_show_is_refused(make_pool):
+    pool = make_pool([1])
+    assert bm.WorkerGroup(pool, Actor, name="ö" * 60).get() == [0]
+    with pytest.raises(bm.UsageError, match="name of WorkerGroup must have at most 120 bytes, got 122: 'öö"):
+        bm.WorkerGroup(pool, Actor, name="ö" * 61)
+
+
 def test_colocated_groups_have_names(make_pool):
     pool = make_pool([1])
     first = bm.colocate(pool, actor=Actor, critic=Critic)
