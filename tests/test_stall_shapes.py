@@ -97,6 +97,11 @@ class Agent(bm.Worker):
     def ask_alone(self, gate):
         return self.ranks.silent_engine.options(replica=1)(gate).result()
 
+    @register(Dispatch.ONE_TO_ALL)
+    def ask_for_the_first(self, gate):
+        (first,) = bm.as_completed([self.ranks.silent_engine.options(replica=1)(gate)])
+        return first.result()
+
 
 class Member(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
@@ -236,10 +241,10 @@ def test_a_version_of_the_weights_that_never_comes(ranks, noticed, gate):
     assert "has waited for a place" in text and "no replica has version 3 of its weights" in text
 
 
-@pytest.mark.parametrize("method", ["ask", pytest.param("ask_alone", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["ask", pytest.param("ask_alone", marks=pytest.mark.slow), "ask_for_the_first"])
 def test_the_end_of_a_chain_is_named(groups, gate, noticed, method):
     _, agents = groups
-    waiting = agents.ask(gate) if method == "ask" else agents.ask_alone.submit(gate)
+    waiting = agents.ask(gate) if method == "ask" else getattr(agents, method).submit(gate)
     text = noticed(method)
     gate.touch()
     waiting.result(DEADLINE)

@@ -34,7 +34,6 @@ _WAITS = "  idle: it waits for the ranks that still run a call which failed here
 _AT_THE_FENCE = f"{_PACKAGE}worker_process/loop.py _wait_at_the_fence\n"
 _NEXT_CALL = f" next_message\n{_PACKAGE}wire/lane.py receive\n"  # of a loop, or one of an actor of verl's layer
 _NEXT_REQUEST = f"{_PACKAGE}answering/requests.py next_message\n"
-_REPLIES = f" _wait\n{_PACKAGE}wire/poller.py receive\n"  # of ranks of other groups, which a method calls
 _NEXT_TASK = "/ray/_private/worker.py main_loop\n"
 _AWAITS = f"{_PACKAGE}worker_process/executor.py wait_for\n"  # where that thread waits for async methods
 _MAIN, _OTHER = "Stack (most recent call first):", "Thread (most recent call first):"  # as faulthandler says
@@ -98,8 +97,7 @@ def _shown_from_users(heading: str, frames: list[re.Match[str]]) -> str:
 
 def _is_in_this_library(frames: list[re.Match[str]]) -> bool:
     """Whether the thread that runs the methods waits in this library, perhaps for calls."""
-    ends = _NEXT_CALL, _AT_THE_FENCE, _NEXT_REQUEST, _REPLIES
-    return _places(frames[-2:]).endswith(ends) or _awaits(frames)
+    return _places(frames[-1:]).startswith(_PACKAGE) or _awaits(frames)
 
 
 def _awaits(frames: list[re.Match[str]]) -> bool:
