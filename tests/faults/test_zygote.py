@@ -22,6 +22,10 @@ class Echo(bm.Worker):
         return value
 
     @register(Dispatch.ONE_TO_ALL)
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    @register(Dispatch.ONE_TO_ALL)
     def start_child(self):
         import subprocess
         return subprocess.Popen(["sleep", "300"], start_new_session=True).pid
@@ -199,3 +203,30 @@ def test_a_process_that_is_stopped_holds_nobody_up(tmp_path):
         wait_until_gone(map(int, pids))
 
     run_side_by_side(check, ["death", "deadline", "start", "close", "killed", "exit"], n_at_once=6)
+
+
+EXIT = """
+import atexit
+pool, errors = bm.ResourcePool([1]), []
+
+def wait():
+    try:
+        group.sleep(300)
+    except bm.WorkerDied as error:
+        errors.append(str(error))
+
+def tell():
+    thread.join(20)
+    print("done", *(part in errors[0] for part in ("was ended at the exit of the controller", "has ended")), flush=True)
+
+atexit.register(tell)  # before there is a group: called when its workers have been ended
+group = bm.WorkerGroup(pool, Echo)
+thread = threading.Thread(target=wait, daemon=True)
+thread.start()
+while not group.calls:
+    time.sleep(0.01)
+"""
+
+
+def test_a_daemon_thread_that_waits_at_exit_gets_an_error_that_says_so(tmp_path):
+    assert run(EXIT, "", tmp_path)[1] == ["done", "True", "False"]

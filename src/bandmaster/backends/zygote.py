@@ -98,7 +98,7 @@ class Zygote:
                 if_it_fails.callback(self._kill)
                 pidfd = os.pidfd_open(self._process.pid)
                 self._watch = start_thread("bandmaster-zygote-watch", _end_after, pidfd, self._workers)
-            atexit.register(self.close)
+            atexit.register(self.close, "was ended at the exit of the controller")
             if_it_fails.pop_all()
 
     @property
@@ -205,8 +205,13 @@ class Zygote:
         self._workers.difference_update(pids)
         return ended
 
-    def close(self) -> None:
-        """End the zygote, its workers, and all processes that the workers started."""
+    def close(self, why: str = "") -> None:
+        """End the zygote, its workers, and all processes that the workers started.
+
+        Args:
+            why: What the errors of calls say that happened to the zygote; by default what they said before.
+        """
+        self._why_ended = why or self._why_ended
         self.is_ended = True
         atexit.unregister(self.close)
         if self.is_ours:
