@@ -1,6 +1,7 @@
 """``group.cancel()``: which calls it ends, what their futures say, and that the group goes on."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
@@ -73,6 +74,20 @@ class Ends(bm.Worker):
         return self.has_ended
 
 
+class Stubborn(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    async def call(self, begun, gate):
+        """Stay until the gate opens, whatever is cancelled."""
+        begun.touch()
+        while not os.path.exists(gate):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.001)
+
+    @register(Dispatch.REQUEST)
+    async def request(self, begun, gate):
+        await self.call(begun, gate)
+
+
 class Other(Slow):
     pass
 
@@ -119,6 +134,21 @@ def test_ranks_are_interrupted_though_nobody_waits_for_the_call(slow, tmp_path):
     wait_for_both("begun")
     assert future.cancel()
     wait_for_both("interrupted")
+    with pytest.raises(bm.CallCancelled):
+        future.result(timeout=20)
+
+
+@pytest.mark.parametrize("method", ["call", "request"])
+@pytest.mark.backends("local", "ray")
+def test_a_wait_for_a_cancelled_call_that_does_not_stop_is_not_advised_to_cancel_it(make_group, tmp_path, gate, method):
+    group, begun = make_group(1, Stubborn), tmp_path / "begun"
+    future = getattr(group, method).submit(begun, gate)
+    wait_for(begun)
+    future.cancel()
+    with pytest.raises(bm.CallTimeout, match="was cancelled and still runs: wait for its end") as late:
+        future.result(timeout=0.2)
+    assert "future.cancel()" not in str(late.value)
+    gate.touch()
     with pytest.raises(bm.CallCancelled):
         future.result(timeout=20)
 

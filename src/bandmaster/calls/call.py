@@ -228,7 +228,7 @@ class Call(RowsResult):
         if self.request is not None:
             why = "takes its rows" if self.parents else "was submitted behind a call that takes its rows"
             return late(self, timeout_s, why)
-        return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks(), behind=self.behind)
+        return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks(), self.what_next, behind=self.behind)
 
     @property
     def behind(self) -> str:  # type: ignore[override]

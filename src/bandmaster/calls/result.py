@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from bandmaster.calls.progress import progress
 from bandmaster.calls.request import CallSite
 from bandmaster.contract import Workers
-from bandmaster.errors import BatchError, CallTimeout, ResourceError, RowsLost, UsageError
+from bandmaster.errors import STILL_RUNS, STILL_STOPS, BatchError, CallTimeout, ResourceError, RowsLost, UsageError
 from bandmaster.errors.failure import Failure, stacks_by_equality
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.forks import of_parent
@@ -88,6 +88,11 @@ class Result(ABC):
     def state(self) -> str:
         """Its state in words, for the repr of its future."""
         return "waiting for the rows that it takes" if self.done is None else "done"
+
+    @property
+    def what_next(self) -> str:
+        """What its `CallTimeout` advises, once it was sent."""
+        return STILL_STOPS if self.is_cancelled else STILL_RUNS
 
     def stacks(self) -> Mapping[int, str]:
         """The Python stacks of the missing ranks."""

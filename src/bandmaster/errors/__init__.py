@@ -221,6 +221,7 @@ class WorkerDied(_RankError):
 
 
 STILL_RUNS = "the call still runs: wait again with error.future.result(), or cancel it with error.future.cancel()"
+STILL_STOPS = "the call was cancelled and still runs: wait for its end with error.future.result()"
 WAS_CANCELLED = "it was cancelled: make it again, with more time by options(timeout=seconds)"
 
 

@@ -208,7 +208,7 @@ class Request(RowsResult):
             return late(self, timeout_s, "takes its rows" if has_rows else "was submitted behind it")
         if not self.replicas:
             return CallTimeout(self.site.method, (), timeout_s, what_next=self.router.why_waiting(self.target))
-        return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks())
+        return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks(), self.what_next)
 
     # --- its end; any thread ---
 
