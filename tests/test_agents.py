@@ -43,11 +43,12 @@ from bandmaster.errors.failure import Failure
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import MAGIC, Refused, Secret, greet, welcome
 from bandmaster.hosts.link import FrameKind, Link, Purpose
-from bandmaster.hosts.links import Agent, AgentLinks
+from bandmaster.hosts.links import BEAT_S, Agent, AgentLinks
 from bandmaster.hosts.workers import AgentWorkers, FarRows
 from bandmaster.testing import BackendContract
 from bandmaster.testing.simulated_hosts import SimulatedHosts
 from bandmaster.wire.messages import Closed
+from bandmaster.wire.poller import Poller
 from bandmaster.wire.segments import SegmentWriter
 
 register_backend("three-hosts", lambda: SimulatedHosts(3))
@@ -850,6 +851,21 @@ def test_a_host_that_gives_no_sign_of_life_is_lost(group_to_lose, monkeypatch):
         assert idle_time() - began < 5
     finally:
         os.kill(pids[2], signal.SIGKILL)
+
+
+def test_a_controller_that_was_suspended_as_it_sends_goes_on(group_to_lose, monkeypatch):
+    monkeypatch.setenv("BANDMASTER_HOST_TIMEOUT", "2")
+    real, suspensions = Poller.receive, [2.5]
+
+    def receive(poller, timeout_s):
+        if timeout_s == BEAT_S and suspensions:  # the kernel wakes it late, and without what has come
+            time.sleep(suspensions.pop())
+        else:
+            real(poller, timeout_s)
+
+    monkeypatch.setattr(Poller, "receive", receive)
+    assert group_to_lose.total({"i": np.ones(8_000_000, np.int8)}) == [8_000_000] * 5
+    assert not suspensions
 
 
 def test_rows_are_waited_for_as_long_as_a_host_may_be_silent(group_to_lose, monkeypatch):

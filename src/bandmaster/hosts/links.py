@@ -145,14 +145,20 @@ class AgentLinks(Client):
     def flush(self, agents: Sequence[Agent]) -> None:
         """Wait until all was sent to some agents; one that takes nothing for too long is lost."""
         began = time.monotonic()
+
+        def late(waiting: Sequence[Agent]) -> list[Agent]:
+            since = time.monotonic() - host_timeout_s()
+            return [agent for agent in waiting if max(began, agent.link.heard_at) < since]
+
         while any(agent.lost is None and agent.link.has_unsent for agent in agents):
             with self.lock:  # Ctrl-C comes when it is left
                 waiting = [agent for agent in agents if agent.lost is None and agent.link.has_unsent]
                 if waiting:
                     self.poller.receive(BEAT_S)
-                for agent in waiting:
-                    if time.monotonic() - max(began, agent.link.heard_at) > host_timeout_s():
-                        self.lose(agent, f"it has taken nothing for {host_timeout_s():g} s")
+                if late(waiting):  # this process may have been suspended, and have sent nothing itself
+                    self.poller.receive_all()
+                for agent in late(waiting):
+                    self.lose(agent, f"it has taken nothing for {host_timeout_s():g} s")
 
     def ask(self, agent: Agent, question: Callable[..., object], *args: Any) -> MessageTicket:
         """Have an agent call a method of its `AgentServer`; `answers` waits for what that returns."""
