@@ -42,8 +42,9 @@ from bandmaster.contract import RowFacts
 from bandmaster.errors.failure import Failure
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import MAGIC, Refused, Secret, greet, welcome
-from bandmaster.hosts.link import FrameKind, Link, Purpose
+from bandmaster.hosts.link import FrameKind, Link, Purpose, in_memory
 from bandmaster.hosts.links import BEAT_S, Agent, AgentLinks
+from bandmaster.hosts.rows import RowLinks
 from bandmaster.hosts.workers import AgentWorkers, FarRows
 from bandmaster.testing import BackendContract
 from bandmaster.testing.simulated_hosts import SimulatedHosts
@@ -881,6 +882,22 @@ def test_rows_are_waited_for_as_long_as_a_host_may_be_silent(group_to_lose, monk
         assert idle_time() - began < 5
     finally:
         os.kill(pids[2], signal.SIGKILL)
+
+
+def test_rows_come_to_a_controller_that_was_suspended_as_they_came(monkeypatch):
+    monkeypatch.setenv("BANDMASTER_HOST_TIMEOUT", "2")
+    real, suspensions = RowLinks.fetch, [3.0]
+
+    def place(*said):
+        if suspensions:
+            time.sleep(suspensions.pop())
+        return in_memory(*said)
+
+    monkeypatch.setattr(RowLinks, "fetch", lambda links, fetch: real(links, fetch, place))
+    with bm.ResourcePool([1], backend="hosts-to-lose") as pool:
+        group = bm.WorkerGroup(pool, Maker)
+        made = group.make.submit({"x": np.ones(2_000_000), "i": np.arange(2_000_000)})
+        assert made.result()["x"].sum() == 4_000_000 and not suspensions
 
 
 class Slow:

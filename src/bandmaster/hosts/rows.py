@@ -15,14 +15,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, NamedTuple
 
 from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import Kept
 from bandmaster.errors import ResourceError, RowsLost
 from bandmaster.hosts.handshake import Secret
-from bandmaster.hosts.link import Address, Allocate, FrameKind, Link, Purpose, connect, in_memory
+from bandmaster.hosts.link import NO_ANSWER, Address, Allocate, FrameKind, Link, Purpose, connect, in_memory
 from bandmaster.plan.batch import required_batch
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.settings import host_timeout_s
@@ -93,7 +95,20 @@ def serve_rows(link: Link, store: RowStore) -> None:
             except Exception as error:  # they are gone, or cannot be read here
                 link.send(FrameKind.ROWS, str(error))
             else:
-                link.send(FrameKind.ROWS, "", large={0: payload})
+                _send(link, payload)
+
+
+def _send(link: Link, payload: Payload) -> None:
+    """Send rows to a process that may be suspended as they come: as long as its host acknowledges, it is there."""
+    send: Callable[[], object] = partial(link.send, FrameKind.ROWS, "", large={0: payload})
+    while True:
+        try:
+            send()
+            return
+        except Closed as error:
+            if str(error) != NO_ANSWER or link.is_cut:
+                raise
+            send = link.pump
 
 
 def _of_this_host(store: RowStore, key: RowKey, numbers: Any) -> Payload:
