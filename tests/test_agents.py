@@ -626,7 +626,7 @@ def test_groups_on_the_same_hosts_wait_for_the_same_rows_at_once(group):
     last = group.process()[4]
     with bm.ResourcePool([1, 1], backend="hosts") as pool, bm.ResourcePool([1, 1], backend="hosts") as more:
         others = [bm.WorkerGroup(one, Maker) for one in (pool, more)]
-        os.kill(last, signal.SIGSTOP)
+        suspend(last)
         try:
             futures = [other.total.submit(made[4 * N // 5 :]) for other in others]
         finally:
@@ -640,7 +640,7 @@ def test_a_result_is_not_waited_for_longer_than_its_timeout_while_a_host_sends_n
     made = group.make.submit(ROWS)
     made.exception()
     some = made[N // 2 :].select("i")
-    os.kill(pids[2], signal.SIGSTOP)
+    suspend(pids[2])
     try:
         for rows in made, some:
             began = idle_time()
@@ -659,7 +659,7 @@ def test_a_host_that_is_slow_to_answer_is_asked_again_for_rows(group_to_lose, mo
     pids = group_to_lose.process()
     made = group_to_lose.make.submit(ROWS)
     made.exception()
-    os.kill(pids[2], signal.SIGSTOP)
+    suspend(pids[2])
     threading.Timer(0.8, os.kill, [pids[2], signal.SIGCONT]).start()
     assert (made.result(timeout=30)["x"] == ROWS["x"] * 2).all()
 
@@ -839,12 +839,17 @@ def test_a_host_that_is_lost_as_a_rank_on_another_one_is_replaced_is_named(monke
             group.replace(0)
 
 
+def suspend(pid):
+    """Stop a process; its threads go on until each has noticed."""
+    os.kill(pid, signal.SIGSTOP)
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        pass
+
+
 def test_a_host_that_gives_no_sign_of_life_is_lost(group_to_lose, monkeypatch):
     monkeypatch.setenv("BANDMASTER_HOST_TIMEOUT", "3")
     pids = group_to_lose.process()
-    os.kill(pids[2], signal.SIGSTOP)
-    while psutil.Process(pids[2]).status() != psutil.STATUS_STOPPED:
-        pass
+    suspend(pids[2])
     try:
         began = idle_time()
         with pytest.raises(bm.WorkerDied, match=r"rank 2 .*no sign of life"):
@@ -874,7 +879,7 @@ def test_rows_are_waited_for_as_long_as_a_host_may_be_silent(group_to_lose, monk
     pids, makes = group_to_lose.process(), [group_to_lose.make.submit(ROWS) for _ in range(2)]
     assert [made.exception() for made in makes] == [None, None]
     makes[0].result()  # from here on, there is a connection
-    os.kill(pids[2], signal.SIGSTOP)
+    suspend(pids[2])
     try:
         began = idle_time()
         with pytest.raises(bm.RowsLost, match="the host does not answer any more"):
@@ -1099,7 +1104,7 @@ def test_rows_are_taken_by_another_way_than_the_one_by_which_a_host_was_told_to_
         made.exception()
         of_host_1, total = made[N // 4 : N // 2], int(ROWS["i"][N // 4 : N // 2].sum())
         relay = tree.process()[0]  # of host3, too
-        os.kill(relay, signal.SIGSTOP)
+        suspend(relay)
         try:
             passed_on = tree.total.submit(of_host_1)
             assert direct.total_here.options(replica=3, timeout=30)(of_host_1).result() == total
@@ -1130,7 +1135,7 @@ def test_no_message_overtakes_one_that_is_passed_on_as_another_host_is_lost():
     with group_in_a_tree("hosts-to-lose") as group:
         pids = group.process()
         relay, below, lost = pids[2], 6, pids[8]  # of host1, which passes calls on to host4; host5
-        os.kill(relay, signal.SIGSTOP)
+        suspend(relay)
         try:
             stays = group.stay.options(replica=below)()
             os.kill(lost, signal.SIGKILL)
