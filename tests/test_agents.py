@@ -40,12 +40,14 @@ from bandmaster.callers.reached import FarPlace, FarRanks, ReachedWorkers
 from bandmaster.codec import Payload, encode
 from bandmaster.contract import RowFacts
 from bandmaster.errors.failure import Failure
+from bandmaster.hosts import agent
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import MAGIC, Refused, Secret, greet, welcome
 from bandmaster.hosts.link import FrameKind, Link, Purpose, in_memory
 from bandmaster.hosts.links import BEAT_S, Agent, AgentLinks
 from bandmaster.hosts.rows import RowLinks
 from bandmaster.hosts.workers import AgentWorkers, FarRows
+from bandmaster.platform.limits import cannot_start, start_thread
 from bandmaster.testing import BackendContract
 from bandmaster.testing.simulated_hosts import SimulatedHosts
 from bandmaster.wire.messages import Closed
@@ -272,6 +274,7 @@ ENDED_WHILE_IT_STARTS = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from bandmaster.hosts import agent
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 
@@ -304,6 +307,7 @@ def test_the_ranks_of_a_group_that_is_ended_while_they_start_are_ended():
 REPLACED_WHILE_A_REQUEST_WAITS = """
 from concurrent.futures import Future
 from types import SimpleNamespace
+from bandmaster.hosts import agent
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import FrameKind, Message
@@ -352,6 +356,7 @@ LET_GO_ON_EARLY = """
 from types import SimpleNamespace
 from bandmaster.contract import Reply, Ticket
 from bandmaster.errors.failure import Failure
+from bandmaster.hosts import agent
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import FrameKind, Message
@@ -397,6 +402,7 @@ def test_a_rank_goes_on_that_fails_when_its_replies_are_not_waited_for_any_more(
 
 TOLD_BY_WAY_OF_A_HOST_THAT_IS_LOST = """
 from types import SimpleNamespace
+from bandmaster.hosts import agent
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 
@@ -433,6 +439,7 @@ REPLACED_TWICE_AT_ONCE = """
 import threading
 from types import SimpleNamespace
 from bandmaster.errors import ClosedError
+from bandmaster.hosts import agent
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 
@@ -475,6 +482,7 @@ GROUPS_REPLACED_AT_ONCE = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from bandmaster.hosts import agent
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 
@@ -699,6 +707,7 @@ def test_an_agent_without_descriptors_accepts_connections_when_it_has_some(group
 ROWS_WANTED = """
 from concurrent.futures import Future
 from types import SimpleNamespace
+from bandmaster.hosts import agent
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.rows import Fetch
@@ -734,6 +743,7 @@ ROWS_OF_A_STOPPED_GROUP = """
 from concurrent.futures import Future
 from types import SimpleNamespace
 from bandmaster.errors import ClosedError
+from bandmaster.hosts import agent
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.rows import Fetch
@@ -821,6 +831,34 @@ def test_a_host_that_is_lost_is_named_with_its_ranks(group_to_lose):
         made.result()
     group_to_lose.restart()
     assert len(set(group_to_lose.process())) == 3
+
+
+class Crowded(Maker):
+    """On simulated hosts, ranks run in the process of their agent."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def have_no_threads(self, n):
+        def start(name, *args):
+            if left:
+                raise cannot_start(f"thread {name}", RuntimeError(f"refusal {left.pop()}"))
+            return start_thread(name, *args)
+
+        left, agent.start_thread = list(range(n, 0, -1)), start
+
+
+def test_an_agent_without_threads_says_so_and_goes_on():
+    with bm.ResourcePool([1], backend="hosts-to-lose") as pool:
+        group = bm.WorkerGroup(pool, Crowded)
+        group.have_no_threads(1)
+        with pytest.raises(bm.ResourceError, match="cannot start thread bandmaster-agent-ask: refusal 1"):
+            bm.WorkerGroup(pool, Maker)
+        group.have_no_threads(1)
+        with pytest.raises(bm.CallTimeout):  # without stacks
+            group.sleep.options(timeout=0.2)(1.0)
+        group.have_no_threads(1)
+        with pytest.raises(bm.ResourceError, match="refusal 1"):
+            group.close()
+        group.close()
 
 
 def test_a_host_that_is_lost_as_a_rank_on_another_one_is_replaced_is_named(monkeypatch):

@@ -223,7 +223,10 @@ class AgentServer:
         elif kind == FrameKind.RELAYED:
             self.take_relayed(message)
         elif kind == FrameKind.ASK:
-            start_thread("bandmaster-agent-ask", self._answer, *content)
+            try:
+                start_thread("bandmaster-agent-ask", self._answer, *content)
+            except ResourceError as error:
+                other.post(FrameKind.ANSWER, content[0], Failure.of(error))
         elif (ranks := self.groups.get(content[0])) is None:
             return  # the group was stopped
         elif kind == FrameKind.CALLS:

@@ -393,7 +393,7 @@ class AgentWorkers(Client):
         found: dict[int, Any] = {}
         deadline = Deadline(STACKS_TIMEOUT_S)
         for ticket in asked:
-            with suppress(TimeoutError, ClosedError):
+            with suppress(TimeoutError, ClosedError, ResourceError):
                 found.update(self.links.answers([ticket], deadline.left())[0])
         return found
 

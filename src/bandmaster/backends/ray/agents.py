@@ -31,7 +31,7 @@ from bandmaster.backends.ray.session import START_TIMEOUT_S, RaySession
 from bandmaster.callers.door import Door
 from bandmaster.callers.passed import PassedCalls
 from bandmaster.contract import NOT_STARTED, Launch, ShowOutput
-from bandmaster.errors import ClosedError, PlacementError
+from bandmaster.errors import ClosedError, PlacementError, ResourceError
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Refused, Secret
 from bandmaster.hosts.link import Address, Purpose, connect
@@ -242,7 +242,7 @@ class RayAgents:
             if key in held or (agent is not None and agent.is_needed):
                 continue
             if agent is not None:
-                with contextlib.suppress(ClosedError, TimeoutError):
+                with contextlib.suppress(ClosedError, TimeoutError, ResourceError):
                     self._links.answers([self._links.ask(agent, AgentServer.end)], END_TIMEOUT_S)
             if self._session is not None and self._session.is_current:
                 ray.kill(actor)  # before its link ends, at which it would end by itself: Ray would report that
