@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from bandmaster.contract import CLOSED
-from bandmaster.errors import BandmasterError, ClosedError
+from bandmaster.errors import BandmasterError, ClosedError, ResourceError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import NO_ANSWER, FrameKind, Link, Message
@@ -113,13 +113,17 @@ class AgentLinks(Client):
         self._stop_beating: threading.Event | None = None  # of the thread that looks whether hosts are there
 
     def add(self, agent: Agent) -> None:
-        """Serve a new link; the lock is held."""
+        """Serve a new link; the lock is held. Raises ResourceError if there can be no thread that looks after it."""
         self.agents[agent.key] = agent
         self._open[id(agent)] = {}
         agent.link.serve(self.poller, partial(self._take, agent), partial(self.lose, agent))
         if self._stop_beating is None:
             self._stop_beating = threading.Event()
-            start_thread("bandmaster-heartbeat", self._beat, self._stop_beating)
+            try:
+                start_thread("bandmaster-heartbeat", self._beat, self._stop_beating)
+            except ResourceError:
+                self.lose(agent)
+                raise
 
     def close(self) -> None:
         """Close all links."""
