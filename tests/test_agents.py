@@ -40,10 +40,10 @@ from bandmaster.callers.reached import FarPlace, FarRanks, ReachedWorkers
 from bandmaster.codec import Payload, encode
 from bandmaster.contract import RowFacts
 from bandmaster.errors.failure import Failure
-from bandmaster.hosts import agent, links
+from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import MAGIC, Refused, Secret, greet, welcome
-from bandmaster.hosts.link import FrameKind, Link, Purpose, in_memory
+from bandmaster.hosts.link import FrameKind, Link, Purpose, connect, in_memory
 from bandmaster.hosts.links import BEAT_S, Agent, AgentLinks
 from bandmaster.hosts.rows import RowLinks
 from bandmaster.hosts.workers import AgentWorkers, FarRows
@@ -274,7 +274,7 @@ ENDED_WHILE_IT_STARTS = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from bandmaster.hosts import agent, links
+from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 
@@ -307,7 +307,7 @@ def test_the_ranks_of_a_group_that_is_ended_while_they_start_are_ended():
 REPLACED_WHILE_A_REQUEST_WAITS = """
 from concurrent.futures import Future
 from types import SimpleNamespace
-from bandmaster.hosts import agent, links
+from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import FrameKind, Message
@@ -356,7 +356,7 @@ LET_GO_ON_EARLY = """
 from types import SimpleNamespace
 from bandmaster.contract import Reply, Ticket
 from bandmaster.errors.failure import Failure
-from bandmaster.hosts import agent, links
+from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import FrameKind, Message
@@ -402,7 +402,7 @@ def test_a_rank_goes_on_that_fails_when_its_replies_are_not_waited_for_any_more(
 
 TOLD_BY_WAY_OF_A_HOST_THAT_IS_LOST = """
 from types import SimpleNamespace
-from bandmaster.hosts import agent, links
+from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 
@@ -439,7 +439,7 @@ REPLACED_TWICE_AT_ONCE = """
 import threading
 from types import SimpleNamespace
 from bandmaster.errors import ClosedError
-from bandmaster.hosts import agent, links
+from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 
@@ -482,7 +482,7 @@ GROUPS_REPLACED_AT_ONCE = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from bandmaster.hosts import agent, links
+from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 
@@ -510,7 +510,7 @@ TAKEN_BY_ANOTHER_THREAD = """
 import os, threading, time
 from types import SimpleNamespace
 from bandmaster.contract import Reply
-from bandmaster.hosts import agent, links
+from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import FrameKind, Purpose, connect
 from bandmaster.wire.client import MessageTicket
@@ -707,7 +707,7 @@ def test_an_agent_without_descriptors_accepts_connections_when_it_has_some(group
 ROWS_WANTED = """
 from concurrent.futures import Future
 from types import SimpleNamespace
-from bandmaster.hosts import agent, links
+from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.rows import Fetch
@@ -743,7 +743,7 @@ ROWS_OF_A_STOPPED_GROUP = """
 from concurrent.futures import Future
 from types import SimpleNamespace
 from bandmaster.errors import ClosedError
-from bandmaster.hosts import agent, links
+from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.rows import Fetch
@@ -1076,7 +1076,7 @@ TREES_AT_ONCE = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from bandmaster.hosts import agent, links
+from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.handshake import Secret
 
 def connect(*args):
@@ -1104,7 +1104,7 @@ def test_groups_that_form_trees_at_once_share_the_link_between_two_agents_on_whi
 ENDED_AS_ITS_GROUP_STARTS = """
 from types import SimpleNamespace
 from bandmaster.errors import PlacementError
-from bandmaster.hosts import agent, links
+from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.handshake import Secret
 
 def group(name):
@@ -1267,6 +1267,12 @@ def test_a_wrong_secret_is_refused_by_both_ends(group, purpose):
     with connected() as sock, pytest.raises(Refused):
         greet(sock, Secret.new(), purpose)
     assert len(group.process()) == 5
+
+
+def test_an_agent_of_another_version_is_taken_for_one(group, monkeypatch):
+    monkeypatch.setattr(handshake, "MAGIC", MAGIC[:-1] + b"0")
+    with pytest.raises(ConnectionResetError, match="another version"):
+        connect(agents()["0"].address, get_backend("hosts")._links.secret, Purpose.ROWS)
 
 
 def test_what_a_connection_is_for_cannot_be_changed_on_the_way():

@@ -133,7 +133,7 @@ def _exactly(sock: socket.socket, n_bytes: int, deadline: Deadline) -> bytes:
         sock.settimeout(_left(deadline))
         more = sock.recv(n_bytes - len(said))
         if not more:
-            raise ConnectionResetError("the other end hung up during the handshake")
+            raise ConnectionResetError("the other end hung up during the handshake, as one of another version does")
         said += more
     return said
 
