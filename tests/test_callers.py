@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import math
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ from hosts import spread
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, Only, Route, TransferProtocol, register
+from bandmaster.callers.called import CalledGroup
 from bandmaster.callers.circles import OpenChains, Wait, Waiting
 from bandmaster.callers.passed import FarCalls, PassedCalls
 from bandmaster.callers.reached import ReachedWorkers
@@ -1500,6 +1502,55 @@ def test_the_descriptor_of_links_that_are_closed_is_closed():
         executor.close()
         os.close(reading)
         os.close(writing)
+
+
+def _held(_):
+    gc.collect()
+    groups = [one for one in gc.get_objects() if type(one) is CalledGroup]
+    return len(os.listdir("/proc/self/fd")), len(groups)
+
+
+def _call_all(_, group):
+    group.load(1)
+
+
+WAYS = [
+    lambda _, group: None,
+    lambda _, group: group.chat("a").result() and None,
+    _call_all,
+    lambda _, group: group.load.submit(1) and None,
+]
+
+
+@pytest.mark.backends("local")
+@pytest.mark.parametrize("has_other", [False, True], ids=["alone", "beside another"])
+def test_a_worker_keeps_nothing_of_groups_that_were_closed(backend, has_other):
+    with bm.ResourcePool([2], backend=backend) as first, bm.ResourcePool([1], backend=backend) as second:
+        agents = bm.WorkerGroup(first, Agent, bm.WorkerGroup(first, Rollout) if has_other else None)
+        before, found = agents.do(_held)[0], []
+        for number in range(24):
+            with bm.WorkerGroup(second, Rollout) as rollout:
+                agents.do(WAYS[number % len(WAYS)], rollout)
+            if number > 15:
+                found += agents.do(_held)[:1]
+    n_descriptors, n_groups = map(min, zip(*found, strict=True))  # a thread of the worker holds some for a while
+    assert n_groups <= before[1] + 3 and n_descriptors < before[0] + 14, (before, found)
+
+
+@pytest.mark.backends("local")
+def test_a_call_goes_on_though_its_worker_has_dropped_the_group_and_the_future(backend, tmp_path):
+    def submit(_, group, folder):
+        group.load_slowly.submit(folder)
+
+    with bm.ResourcePool([2], backend=backend) as first, bm.ResourcePool([1], backend=backend) as second:
+        rollout, agents = bm.WorkerGroup(first, Rollout), bm.WorkerGroup(second, Agent)
+        agents.do(submit, rollout, tmp_path)
+        for _ in range(3):
+            with bm.ResourcePool([1], backend=backend) as third, bm.WorkerGroup(third, Rollout) as other:
+                agents.do(_call_all, other)
+                agents.do(_held)
+        (tmp_path / "gate").touch()
+        assert rollout.loaded() == [0, 0] and not list(tmp_path.glob("cancelled*"))
 
 
 def test_a_call_that_is_too_large_for_an_agent_to_pass_on_is_forgotten():

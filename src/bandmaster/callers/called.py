@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 from bandmaster.callers.circles import OpenChains, Wait, Waiting
 from bandmaster.callers.door import ALL, CONTROLLER, OPTIONS, WAITS, Door, GivenGroup
@@ -33,7 +34,9 @@ from bandmaster.worker_process.call_path import PATH, Process, Step, conflict, h
 
 _ONE = Mesh(dp=1)
 _RELAYED = Registration(TransferProtocol(Route("dp"), Only()), concurrency=1 << 20)
-_known: dict[Any, Any] = {}  # groups, by reference, and controllers, which relay calls, by door; and number of forks
+# Groups, by reference, and controllers, which relay calls, by door; and number of forks.
+_known: WeakValueDictionary[Any, Any] = WeakValueDictionary()
+_kept: set[CalledGroup] = set()  # groups that have lanes or open calls, though the worker may refer to them no more
 _lock = free_in_forks(threading.RLock())  # an unpickled class may make groups in turn
 
 
@@ -84,13 +87,20 @@ def called_group(reference: GroupReference, cls: type[Worker], mesh: Mesh, meshe
 
 
 def _one_of(key: Any, make: Callable[[], Any]) -> Any:
-    """The group or controller of a key, which is made if there is none; those that are over are dropped then."""
+    """The group or controller of a key, which is made if there is none."""
     with _lock:
-        if key not in _known:
-            for other in [key for key, one in _known.items() if key[0] != n_forks() or one._is_gone]:
-                del _known[other]
-            _known[key] = make()
-        return _known[key]
+        one = _known.get(key)
+        if one is None:
+            one = _known[key] = make()
+        return one
+
+
+def _keep(group: CalledGroup) -> None:
+    """Keep a group that has lanes or open calls, and drop those that have none any more if it is a new one."""
+    with _lock:
+        if group not in _kept:
+            _kept.difference_update([one for one in _kept if one._n_forks != n_forks() or one._is_over])
+            _kept.add(group)
 
 
 class _Controller(Worker):
@@ -132,7 +142,8 @@ class CalledGroup:
 
     def _requests(self) -> Sequence[Future[Any]]:
         """The requests to the ranks themselves, neither ended nor cancelled, behind which a call to all begins."""
-        open_now = self._submitter.work.unanswered() if self._is_direct else ()
+        made = self.__dict__.get("_submitter")  # else there are none
+        open_now = () if made is None else made.work.unanswered()
         return [RequestFuture(request, self) for request in open_now if not request.is_cancelled]
 
     def __getattr__(self, name: str) -> Any:
@@ -168,10 +179,12 @@ class CalledGroup:
         return RelayedMethod(self, self._relay, spec, len(replicas(spec.mesh, protocol)), {})
 
     @property
-    def _is_gone(self) -> bool:
-        """Whether the group is known to be closed."""
+    def _is_over(self) -> bool:
+        """Whether the group is known to be closed, or has neither lanes nor open calls."""
         sent = self.__dict__.get("_workers")
-        return sent is not None and sent._is_gone
+        if sent is not None:
+            return not sent.check()
+        return not (self._controller.check() and self._relay.work.unanswered())
 
     @cached_property
     def _is_direct(self) -> bool:
@@ -186,8 +199,9 @@ class CalledGroup:
 
     @cached_property
     def _submitter(self) -> Submitter:
-        """Sends requests to the ranks."""
+        """Sends requests to the ranks; kept, as lanes take long to make, and keys go to the replica they went to."""
         workers = self._workers
+        _keep(self)
         made = Submitter(lambda: workers, self._cls, self.mesh, self.name, self._reference.prefix, self._methods)
         made.work.first_replica = os.getpid()  # so that callers begin with different ones
         made.refused = dict.fromkeys((RAISE, RESTART, REPLACE, FUNCTION), "only calls of the controller are watched")
@@ -337,7 +351,9 @@ class RelayedMethod(CalledMethod):
 
     def submit(self, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call the method, and return the future of its value without waiting."""
-        return super().__call__(*args, **kwargs)
+        future = super().__call__(*args, **kwargs)
+        _keep(self._group)  # for the controller would cancel the call if this process dropped the lane
+        return future
 
     def options(self, /, **options: Any) -> RelayedMethod:
         """A copy of this method with other options; the controller checks those of calls of all ranks."""

@@ -163,11 +163,6 @@ class ReachedWorkers(LaneClient):
         """Hang up on the workers, which go on."""
         self.close(why)
 
-    @property
-    def _is_gone(self) -> bool:
-        """Whether the group is known to be closed."""
-        return not self.check()
-
     def processes_for(self, path: Sequence[Step]) -> Mapping[int, Process]:
         """The processes of the ranks, among which there may be one that waits for a call with this path."""
         if len(path) > 1 or (path and self._is_own is None):
