@@ -312,7 +312,6 @@ class Installed:
         for owner, name, kind in self._locks:
             setattr(owner, name, kind())
         door.Door._open = None
-        door.Door._addresses.clear()
         reached._counts.clear()
         bm.watching.watch.watch.__init__()  # type: ignore[misc]
         turns._takers.clear()

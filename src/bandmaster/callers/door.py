@@ -79,12 +79,12 @@ class Door:
 
     _open: ClassVar[Door | None] = None
     _opening = SigintSafeLock()
-    _addresses: ClassVar[set[tuple[int, str]]] = set()  # of all that there were, with the number of forks
+    _token: ClassVar[str] = secrets.token_hex(8)  # with the pid, in the addresses of all doors of a process
 
     _far: FarCalls
 
     def __init__(self, relay: PassedCalls | None = None) -> None:
-        self.address = f"bandmaster-door-{os.getpid()}-{secrets.token_hex(8)}"
+        self.address = f"{self._prefix()}{secrets.token_hex(8)}"
         self._n_forks = n_forks()
         self._groups: dict[str, GivenGroup] = {}
         self._relay: ControllersRelay | PassedCalls = relay or ControllersRelay(self._groups)
@@ -98,6 +98,10 @@ class Door:
         self._relay.event_loop().run(self._listen)
 
     @classmethod
+    def _prefix(cls) -> str:
+        return f"bandmaster-door-{os.getpid()}-{cls._token}-"
+
+    @classmethod
     def give(cls, key: str, group: GivenGroup) -> str:
         """Let workers reach a group by a key. Returns the address of the door."""
         with cls._opening:
@@ -106,14 +110,13 @@ class Door:
                 door = cls._open = cls()
                 door._far = FarCalls(door._relay)
                 AgentLinks.relays[:] = [door._far.take]
-                cls._addresses.add((n_forks(), door.address))
             door._groups[key] = group
             return door.address
 
     @classmethod
     def here(cls, address: str, key: str) -> GivenGroup | None:
         """The group of this process that was given by a key; None if it is of another one. Raises ClosedError."""
-        if (n_forks(), address) not in cls._addresses:
+        if not address.startswith(cls._prefix()):
             return None
         door = cls._open
         return _found(key, door._groups if door is not None else {})
