@@ -110,6 +110,11 @@ class Maker(bm.Worker):
     def first(self, words):
         return words[0]
 
+    @register(Dispatch.ONE_TO_ALL)
+    def n_let_go_on(self):
+        """How many calls the agent here expects to fail."""
+        return sum(len(ranks._resumed) for ranks in server_here().groups.values())
+
     @register(Dispatch.REQUEST, concurrency=2)
     async def ask(self, words):
         return words[0]
@@ -398,6 +403,14 @@ def test_a_rank_goes_on_that_fails_when_its_replies_are_not_waited_for_any_more(
     """The host that passes its replies on was lost, and so the controller has taken its calls for over."""
     done = subprocess.run([sys.executable, "-c", LET_GO_ON_EARLY], capture_output=True, text=True, check=False)
     assert done.stdout == "resume []\n" * 2 + "resume [0]\nreplies 1\nresume [1]\nreplies 1\n", done.stderr
+
+
+def test_an_agent_forgets_calls_that_have_failed_while_nobody_waited(group):
+    for _ in range(20):
+        group.first.submit([])  # fails, and the rank goes on with the next one before the controller knows of it
+    for _ in range(40):  # each drives one of them to its end
+        group.process()
+    assert group.n_let_go_on() == [0] * group.world_size
 
 
 TOLD_BY_WAY_OF_A_HOST_THAT_IS_LOST = """

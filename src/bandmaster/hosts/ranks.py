@@ -352,7 +352,7 @@ class HostRanks:
             last, ticket = self._failed.get(rank, (0, None))
             if last == number:
                 failed[rank] = ticket
-            elif rank not in self.workers.deaths:
+            elif last < number and rank not in self.workers.deaths:  # else it has gone on, and failed a later call
                 self._resumed.add((rank, number))
         self.workers.resume(failed)
 
