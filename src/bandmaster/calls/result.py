@@ -347,7 +347,7 @@ def late(result: Result, timeout_s: float, why: str, can_be_cancelled: bool = Tr
 def note_calls(error: KeyboardInterrupt, results: Sequence[Result]) -> None:
     """Add notes to a KeyboardInterrupt that name the interrupted calls and show the stacks of their ranks.
 
-    Returns within half a second, even if a rank does not show its stack. Another Ctrl-C ends it at once. Does nothing
+    Returns within a second, even if a rank does not show its stack. Another Ctrl-C ends it at once. Does nothing
     on Python 3.10, whose exceptions have no notes.
 
     Args:

@@ -45,7 +45,7 @@ def why(name: str | None, is_json: bool, controller: int | None = None) -> int:
 
 
 def seen(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """For each group its name, its controller, and the places of its ranks, as JSON has them; takes half a second."""
+    """For each group its name, its controller, and the places of its ranks, as JSON has them; takes a second."""
     pids = [identity.pid for group in groups for identity, _ in group.workers]
     before = {pid: signs_of(pid) for pid in pids}
     time.sleep(LOOK_S)

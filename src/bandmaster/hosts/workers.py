@@ -32,7 +32,7 @@ from bandmaster.wire.messages import (
     inline,
 )
 
-STACKS_TIMEOUT_S = 1.0
+STACKS_TIMEOUT_S = 1.5  # more than a host itself may take
 Ranks = tuple[int, ...] | None  # None for all that the group has on a host
 
 
