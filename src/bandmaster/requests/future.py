@@ -53,7 +53,7 @@ class RequestFuture(Future[T]):
                     if timeout_s is None:
                         yield from waiter
                         continue
-                    deadline, timer = Deadline(timeout_s), reader.loop.call_later(timeout_s, reader.tell, ref(waiter))
+                    deadline, timer = Deadline(timeout_s), reader.loop.call_later(timeout_s, _end, ref(waiter))
                     try:
                         yield from waiter
                     finally:
@@ -80,3 +80,9 @@ class RequestFuture(Future[T]):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("the future of a request cannot be pickled; pass the value that `await` or result() returns")
+
+
+def _end(waiter: ref[Any]) -> None:
+    """End a wait for news, for which the event loop reads on."""
+    if not ((found := waiter()) is None or found.done()):
+        found.set_result(None)

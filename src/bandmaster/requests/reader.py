@@ -24,7 +24,8 @@ class _Owned(NamedTuple):
 
     Attributes:
         reader: Reads for it.
-        awaited: The futures of `LoopReader.add`, and so the tasks that await them.
+        awaited: The futures of `LoopReader.add`, and so the tasks that await them, for requests without news. As long
+            as there are any, the event loop reads.
         watched: The workers that are read from, each with a descriptor that their `stop` does not close.
     """
 
@@ -45,9 +46,8 @@ class LoopReader:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = ref(loop)  # which has this
-        self._arrived: deque[ref[asyncio.Future[None]]] = deque()  # that `tell` was called with
+        self._arrived: deque[ref[asyncio.Future[None]]] = deque()  # those of requests that have news
         self._soon: deque[Callable[[], object]] = deque()
-        self._requests: dict[Request, None] = {}  # those that are waited for
         self._is_reading = self._is_scheduled = False
         setattr(loop, _OWNED, _Owned(self, set(), {}))  # last: Ctrl-C leaves the loop with no half of a reader
 
@@ -71,26 +71,14 @@ class LoopReader:
         return cls(loop) if owned is None else owned.reader
 
     def add(self, request: Request) -> asyncio.Future[None]:
-        """Read until a request has news. Returns the future that is done then, or when `tell` is called with it."""
-        self._add(request)  # first: it may raise
+        """Read until a request has news. Returns the future that is done then."""
+        self._read_from(request.workers)  # first: it may raise
         waiter: asyncio.Future[None] = self.loop.create_future()
         self._owned.awaited.add(waiter)
-        request.waiters.append(partial(self.tell, ref(waiter)))
+        request.waiters.append(partial(self._tell, ref(waiter)))
         if request.has_news:
-            self.tell(ref(waiter), request)
+            self._tell(ref(waiter), request)
         return waiter
-
-    def watch(self, request: Request) -> None:
-        """Read until a request is done."""
-        if request not in self._requests:
-            self._add(request)
-            request.waiters.append(self.forget)
-        if request.is_done:
-            self.forget(request)
-
-    def _add(self, request: Request) -> None:
-        self._read_from(request.workers)
-        self._requests[request] = None
 
     def _read_from(self, workers: Workers) -> None:
         """Read what arrives from some workers."""
@@ -115,26 +103,15 @@ class LoopReader:
             self.loop.remove_reader(arrivals)
             arrivals.close()
 
-    def forget(self, request: Request) -> None:
-        """Read no longer for a request. Any thread may call this; it does not block."""
-        self._requests.pop(request, None)
-
     def _rest(self) -> None:
         """Read no more, unless a request has come meanwhile."""
-        if not self._requests:
+        if not self._owned.awaited:
             for workers in list(self._owned.watched):
                 self._ignore(workers)
 
-    def tell(self, waiter: ref[asyncio.Future[None]], request: Request | None = None) -> None:
-        """Wake who awaits a future of `add`. Any thread may call this; it does not block.
-
-        Args:
-            waiter: Refers to the future.
-            request: The request, if it has ended.
-        """
+    def _tell(self, waiter: ref[asyncio.Future[None]], _: Request) -> None:
+        """Wake who awaits a future of `add`. Any thread may call this; it does not block."""
         self._arrived.append(waiter)
-        if request is not None:
-            self.forget(request)
         self._wake_soon()
 
     def call(self, function: Callable[[], object]) -> bool:
@@ -180,5 +157,5 @@ class LoopReader:
                 waiter.set_result(None)
         while self._soon:
             self._soon.popleft()()
-        if not self._requests and self._owned.watched:
+        if not awaited and self._owned.watched:
             self.loop.call_soon(self._rest)

@@ -125,7 +125,7 @@ class Router:
             from bandmaster.requests.reader import LoopReader
 
             reader = LoopReader.of(loop)
-            reader.watch(request)
+            reader.add(request)  # it may be awaited later, or never
             self.advance_in(reader)
 
     def advance_in(self, reader: Any) -> None:
