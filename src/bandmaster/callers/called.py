@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
-from bandmaster.callers.circles import OpenChains, Wait, Waiting
+from bandmaster.callers.circles import Circles, OpenChains, Wait, Waiting
 from bandmaster.callers.door import ALL, CONTROLLER, OPTIONS, WAITS, Door, GivenGroup
 from bandmaster.callers.reached import ReachedWorkers, is_here
 from bandmaster.calls.future import Future
@@ -103,14 +103,6 @@ def _keep(group: CalledGroup) -> None:
             _kept.add(group)
 
 
-class _Controller(Worker):
-    """Stands for the controller, as workers call it."""
-
-    async def waits(self, wait: Wait) -> str:
-        """Wait until a call is in a circle of calls; see `bandmaster.callers.circles.Circles.closed_by`."""
-        raise AssertionError("the controller has its own")
-
-
 class CalledGroup:
     """A worker group that was passed to a worker, which calls it: ``await group.method(x)``, or ``submit``.
 
@@ -166,17 +158,14 @@ class CalledGroup:
         own = Door.here(self._reference.door, self._reference.key)
         if own is not None:
             return own.method(spec.name)
-        if not spec.registration.is_request:
-            if spec.is_generator:
-                raise UsageError(
-                    f"{spec.label} yields items, over which workers can iterate only if it is registered with a Route; "
-                    "return a list"
-                )
-            return RelayedMethod(self, self._relay, spec, 0, {})
-        if self._is_direct and is_direct(spec) and not self._workers.is_stopped:
+        if spec.is_generator and not spec.registration.is_request:
+            raise UsageError(
+                f"{spec.label} yields items, over which workers can iterate only if it is registered with a Route; "
+                "return a list"
+            )
+        if is_direct(spec) and self._is_direct and not self._workers.is_stopped:
             return DirectMethod(self, self._submitter, spec)
-        protocol: Any = spec.registration.protocol
-        return RelayedMethod(self, self._relay, spec, len(replicas(spec.mesh, protocol)), {})
+        return RelayedMethod(self, self._relay, spec, {})
 
     @property
     def _is_over(self) -> bool:
@@ -223,8 +212,8 @@ class CalledGroup:
     @cached_property
     def _chains(self) -> OpenChains:
         workers = self._controller
-        submitter = Submitter(lambda: workers, _Controller, _ONE, self.name, CONTROLLER)
-        spec = MethodSpec.of(_Controller, WAITS, _RELAYED, _ONE, {})
+        submitter = Submitter(lambda: workers, Circles, _ONE, self.name, CONTROLLER)
+        spec = MethodSpec.of(Circles, WAITS, _RELAYED, _ONE, {})
         return OpenChains(workers, RequestMethod[Any, Any](self, submitter, spec).submit)
 
     def _watch(self, request: Request, path: Sequence[Step], method: str, ranks: Sequence[int] = ()) -> None:
@@ -331,17 +320,16 @@ class RelayedMethod(CalledMethod):
         group: The group.
         submitter: Sends calls to the controller.
         spec: The method.
-        n_replicas: The number of its replicas if it is a request, else 0.
         given: The options that the controller gets.
     """
 
-    def __init__(
-        self, group: object, submitter: Submitter, spec: MethodSpec, n_replicas: int, given: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, group: object, submitter: Submitter, spec: MethodSpec, given: Mapping[str, Any]) -> None:
         function = _yields if spec.is_generator else _is_awaited
         relayed = replace(spec, function=function, registration=_RELAYED, mesh=_ONE)
         super().__init__(group, submitter, relayed, None, replace(ANY, maxsize=given.get("maxsize", ANY.maxsize)))
-        self._asked, self._n_replicas, self._given = spec, n_replicas, dict(given)
+        protocol: Any = spec.registration.protocol
+        self._n_replicas = len(replicas(spec.mesh, protocol)) if spec.registration.is_request else 0
+        self._asked, self._given = spec, given
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the method: wait for its value, or return a future of it, as the controller's group does."""
@@ -360,14 +348,14 @@ class RelayedMethod(CalledMethod):
         given = {**self._given, **options}
         if self._n_replicas:
             ANY.but({name: value for name, value in given.items() if name not in LIMITS}, self._n_replicas)
-        return type(self)(self._group, self._submitter, self._asked, self._n_replicas, given)
+        return type(self)(self._group, self._submitter, self._asked, given)
 
     def all(self, /, *args: Any, **kwargs: Any) -> Future[list[Any]]:
         """Send the request to all replicas; see `RequestMethod.all`."""
         if not self._n_replicas:
             raise AttributeError(f"{self._spec.label} is for all ranks anyway; all(...) is for methods with a Route")
         given = {**self._given, ALL: True}
-        return type(self)(self._group, self._submitter, self._asked, self._n_replicas, given).submit(*args, **kwargs)
+        return type(self)(self._group, self._submitter, self._asked, given).submit(*args, **kwargs)
 
     def _made(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Target | None = None, beside: Beside = ()

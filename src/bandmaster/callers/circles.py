@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence, Set
@@ -50,7 +49,7 @@ class OpenChains:
 
     Attributes:
         workers: The controller, whose answers are waited for.
-        due: The moment of the next look.
+        due: The moment of the next look; None as long as there is nothing to look at.
 
     Args:
         workers: The controller.
@@ -62,20 +61,16 @@ class OpenChains:
         self._ask = ask
         self.due: float | None = None
         self._waits: dict[Waiting, tuple[Sequence[int], Future[str] | None]] = {}  # and what was asked
-        self._lock = threading.Lock()
-        self._is_watched = False
 
     def begin(self, waiting: Waiting) -> None:
         """Look at a call that is waited for from here on, once that takes long."""
         self._waits[waiting] = (), None
-        with self._lock:
-            was_watched, self._is_watched = self._is_watched, True
-        if not was_watched:
-            self.due = time.monotonic() + PATIENCE_S
+        if self.due is None:
             try:
+                self.due = time.monotonic() + PATIENCE_S
                 progress.add(self)
             except BaseException:
-                self._is_watched = False
+                self.due = None
                 raise
 
     def end(self, waiting: Waiting) -> None:
@@ -104,10 +99,10 @@ class OpenChains:
                 request.expire(UsageError(told.result()))
                 workers: Any = request.workers
                 workers.wake()
-        self.due = now + PATIENCE_S
-        with self._lock:
-            self._is_watched = bool(self._waits)
-            return not self._is_watched
+        self.due = None  # first: `begin` adds this again from here on
+        if self._waits:
+            self.due = now + PATIENCE_S
+        return self.due is None
 
 
 class Waiting:

@@ -40,7 +40,7 @@ from bandmaster.worker_process.executor import Arguments, Executor
 
 OPTIONS = "bandmaster.options"  # the keyword with the options of a relayed call
 ALL = "bandmaster.all"  # of them: whether it is for all replicas
-CONTROLLER, WAITS = "bandmaster.", "waits"  # prefix and name of the controller's own method
+CONTROLLER, WAITS = "bandmaster.", Circles.closed_by.__name__  # prefix and name of the controller's own method
 QUESTION_NBYTES = 4096
 RENEWED = "it is being replaced"
 ACCEPT_AGAIN_S = 0.5
