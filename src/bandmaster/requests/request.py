@@ -109,6 +109,7 @@ class Request(RowsResult):
         asks_for: What it asks the ranks for in place of the method of its router, as `bandmaster.contract` names it.
         calls_back: Whether a request that runs on its group waits for it.
         on_item: Takes the items that it makes, if it runs a generator.
+        items: The items that have come and were not taken.
         waiters: Functions that tell event loops of its end.
         waiting: Called with it; returns a context for each wait.
         record: Its record, if a trace records.
@@ -117,6 +118,7 @@ class Request(RowsResult):
     asks_for: str | None = None
     calls_back = False
     on_item: Callable[[Any], object] | None = None
+    items: Sequence[Any] = ()
     tell_map: Callable[[Request], object] | None = None
     waiting: Callable[[Request], contextlib.AbstractContextManager[object]] = staticmethod(lambda _: _NOBODY)
 
@@ -300,8 +302,8 @@ class Request(RowsResult):
 
     @property
     def has_news(self) -> bool:
-        """Whether it has an outcome, or an item if it runs a generator."""
-        return self.has_outcome
+        """Whether there is an item, or none follows."""
+        return bool(self.items) or self.has_outcome
 
     def expire(self, why: BaseException) -> None:
         """Cancel it for a reason, which is its error at once, though its coroutine may have to end."""

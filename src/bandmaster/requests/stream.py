@@ -39,7 +39,7 @@ class GeneratorRequest(Request):
 
     Attributes:
         name: Name of the stream.
-        items: The items that have come and were not taken; a failure is one that cannot be read here.
+        items: See `Request`; a failure is one that cannot be read here.
         readers: An entry for each thread or task that wants an item.
     """
 
@@ -61,11 +61,6 @@ class GeneratorRequest(Request):
         while self.waiters:  # always this list: another thread may be about to add one, and then looks at `has_news`
             self.waiters.pop()(self)
 
-    @property
-    def has_news(self) -> bool:
-        """Whether there is an item, or none follows."""
-        return bool(self.items) or self.has_outcome
-
     def wait_for_news(self, timeout_s: float | None) -> bool:
         """Wait until an item has come, which another thread may have taken, or none follows; False if it is late."""
         n_before = self._n_come
@@ -82,14 +77,7 @@ class GeneratorRequest(Request):
     def abandon(self) -> None:
         """Cancel it, and drop its items."""
         self.cancel()
-        self.items.clear()
-
-    def take(self) -> Payload | Failure | None:
-        """Remove the next item; None if there is none. Any thread may call this."""
-        try:
-            return self.items.popleft()
-        except IndexError:
-            return None
+        self.items = deque()  # another thread may be about to take one of them
 
     def allow(self, limit: int) -> None:
         """Let the generator make so many items, with those that it has made."""
@@ -103,18 +91,11 @@ class GeneratorRequest(Request):
         """Whether it has made items, and nobody waits for the next one, or for its end."""
         return self._n_come > 0 and not self.readers and not self.is_awaited
 
-    def late(self, timeout_s: float) -> CallTimeout:
-        """The `CallTimeout` to raise after a wait of ``timeout_s`` for the end of the generator."""
-        what_next = f"a stream of group {self.site.group!r} is open; read it to its end, or close it"
-        return super().late(timeout_s) if self.is_cancelled else self._late(timeout_s, "has not ended on", what_next)
-
-    def without_item(self, timeout_s: float) -> CallTimeout:
-        """The `CallTimeout` with which the stream closes after a wait of ``timeout_s`` for an item."""
-        return self._late(timeout_s, "got no item from", "the stream was closed; iterate over a new one")
-
-    def _late(self, timeout_s: float, what: str, what_next: str) -> CallTimeout:
-        if not self.replicas:
+    def late(self, timeout_s: float, what: str = "has not ended on", what_next: str = "") -> CallTimeout:
+        """The `CallTimeout` to raise after a wait of ``timeout_s``, by default for the end of the generator."""
+        if self.is_cancelled or not self.replicas:
             return super().late(timeout_s)
+        what_next = what_next or f"a stream of group {self.site.group!r} is open; read it to its end, or close it"
         what = f"{what} rank {', '.join(map(str, self.missing))}"
         return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks(), what_next, what)
 
@@ -128,7 +109,7 @@ class _NextItem(RequestFuture[None]):
         return self._call.wait_for_news(timeout_s)
 
     def _late(self, timeout_s: float) -> CallTimeout:
-        return self._call.without_item(timeout_s)
+        return self._call.late(timeout_s, "got no item from", "the stream was closed; iterate over a new one")
 
     def __await__(self) -> Generator[Any, None, None]:
         """Wait for it in an event loop."""
@@ -193,8 +174,8 @@ class RequestStream(Closing, Generic[T]):
         """Take the next item; None if there is none yet, or if the stream has ended."""
         run = self._run
         with self._lock:
-            is_over = run.has_outcome  # first: all items have come by then
-            item = run.take() if self._is_open else None
+            is_over, items = run.has_outcome, run.items  # in this order: all items have come by then
+            item = items.popleft() if items and self._is_open else None
             if item is None:
                 if self._is_open and is_over:
                     run.outcome()  # raises its error, if it has ended with one
