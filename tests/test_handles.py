@@ -24,6 +24,7 @@ from tensordict import TensorDict
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register
+from bandmaster.calls.derived import Derived
 from bandmaster.rows.kept import KeptPart
 
 SMALL, LARGE = 2, 30_000  # columns: of rows that come with the reply, and of rows that stay
@@ -724,10 +725,12 @@ def test_rows_that_are_released_as_another_thread_reads_them_are_lost(two, gate)
 
 
 @pytest.mark.backends("inprocess", "local")
-def test_rows_that_are_released_just_as_they_are_found_are_read_or_lost(two):
+@pytest.mark.parametrize("looked_up, is_whole", [(KeptPart.kept.fget, True), (Derived.table, False)])
+def test_rows_that_are_released_just_as_they_are_found_are_read_or_lost(two, looked_up, is_whole):
     rows = two.make.submit(np.arange(6), LARGE)
     some = rows[:2]
     bm.wait([some])
+    released = rows if is_whole else some
     n_lines = 0
 
     def at_line(frame, event, _):
@@ -735,10 +738,10 @@ def test_rows_that_are_released_just_as_they_are_found_are_read_or_lost(two):
         n_lines += event == "line"
         if n_lines == 2 and event == "line":  # as another thread could do between any two
             sys.settrace(None)
-            rows.release()
+            released.release()
         return at_line
 
-    sys.settrace(lambda frame, *_: at_line if frame.f_code is KeptPart.kept.fget.__code__ else None)
+    sys.settrace(lambda frame, *_: at_line if frame.f_code is looked_up.__code__ else None)
     try:
         with contextlib.suppress(bm.RowsLost):
             assert some.result()["id"].tolist() == [0, 1]
@@ -746,7 +749,7 @@ def test_rows_that_are_released_just_as_they_are_found_are_read_or_lost(two):
         sys.settrace(None)
     assert n_lines >= 2
     with pytest.raises(bm.RowsLost, match="were released"):
-        rows.result()
+        released.result()
 
 
 @without_waiting

@@ -75,9 +75,10 @@ class Derived(Result):
 
     def table(self) -> Table:
         """The rows; the others are done, without an error."""
-        if self._made is None:
+        made = self._made  # once, as another thread may release them
+        if made is None:
             raise RowsLost(f"the rows of {self.site.method} were released; use them before that")
-        return self._made
+        return made
 
     def _brought(self, deadline: Deadline) -> Done:
         def read(part: KeptPart) -> Any:
