@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 import torch
 from clock import idle_time
-from ctrl_c import pressed
+from ctrl_c import done_when, pressed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -25,6 +25,8 @@ from tensordict import TensorDict
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register
 from bandmaster.calls.derived import Derived
+from bandmaster.calls.submission import Submitter
+from bandmaster.flow.stream import Stream
 from bandmaster.rows.kept import KeptPart
 
 SMALL, LARGE = 2, 30_000  # columns: of rows that come with the reply, and of rows that stay
@@ -703,6 +705,30 @@ def test_calls_get_the_rows_that_were_released_after_their_submission(n_times, t
     assert sorted(number for value in values for number in value.result()["id"]) == list(range(6))
     with pytest.raises(bm.RowsLost, match="were released"):
         three.who(there)
+
+
+@without_waiting
+@pytest.mark.parametrize("how", ["submit", "stream"])
+def test_a_call_before_which_another_thread_submits_one_that_waits_has_its_own_arguments(how, two, three, gate):
+    rows, there = two.make_when.submit(np.arange(6), str(gate)), made(three, 6)
+    assert len(there) == 6
+    weights, others = np.ones(3), []
+
+    def submit():
+        other = threading.Thread(target=lambda: others.append(three.who.submit(rows)))
+        other.start()
+        other.join(60)
+
+    codes = Submitter.submit_anyway.__code__, Stream.__init__.__code__  # where it is known whether calls wait
+    try:
+        with there, done_when(lambda frame, kind, _: kind == "call" and frame.f_code in codes, submit):
+            call = getattr(three.log_rows, how)(there, weights)
+        weights[:] = 2
+    finally:
+        gate.touch()
+    assert others[0].result()["id"].tolist() == list(range(6))
+    bm.wait([call] if how == "submit" else list(call))
+    assert three.log()[0][-2].tolist() == [1, 1, 1], "as it was when the call was submitted"
 
 
 @without_waiting

@@ -81,7 +81,8 @@ class CallRequest:
         is_for_all: Whether the death of a rank that does not run the call fails it, as others may wait for that rank.
         beside: Keyword arguments that are not the method's, but the library's.
         is_cleanup: Whether it frees resources of earlier calls, so that it is not cancelled with them.
-        is_relayed: Whether a worker makes it: calls of the controller that wait for their rows do not hold it up.
+        is_at_once: Whether it is sent before calls that wait for their rows: a worker makes it, or none waited as its
+            arguments were planned, which are neither copies nor have claims on rows.
     """
 
     method: str
@@ -96,7 +97,7 @@ class CallRequest:
     is_for_all: bool = True
     is_cleanup: bool = False
     beside: Sequence[tuple[str, Any]] = ()
-    is_relayed: bool = False
+    is_at_once: bool = False
 
 
 def encode_argument(value: Any, name: str, method: str) -> Payload:

@@ -157,7 +157,7 @@ class Submitter:
         call = Call(request, self.site(request.method, request.options), self._send, self.work)
         call.is_waited_for = is_waited_for
         future: Future[Any] = Future(call, request.owner)
-        if request.parents or (self.work.waiting and not request.is_relayed):
+        if request.parents or (self.work.waiting and not request.is_at_once):
             self.workers()  # raises if the group was closed
             self.work.enqueue(call, is_waited_for)
         else:
@@ -300,7 +300,7 @@ class AnyMethod:
 
     Attributes:
         beside: Keyword arguments that are not the method's, but the library's.
-        is_relayed: Whether the controller calls it for a worker; see `CallRequest`.
+        is_relayed: Whether the controller calls it for a worker: calls that wait for their rows do not hold it up.
 
     Args:
         group: The group, which lives as long as the futures.

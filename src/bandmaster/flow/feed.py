@@ -159,12 +159,13 @@ class Feed(Result):
 
     # --- in the queue of calls that are not sent yet ---
 
-    def start(self, plan: Callable[[], Any], parents: Sequence[Future[Any]]) -> None:
+    def start(self, plan: Callable[[], Any], parents: Sequence[Future[Any]], is_at_once: bool = False) -> None:
         """Begin now, or when the rows that it takes are there and the calls before it were sent.
 
         Args:
             plan: Plans the call when the rows are there. Mistakes are errors now, unless rows are missing.
             parents: The futures of the missing rows.
+            is_at_once: See `CallRequest`.
         """
         plan = functools.cache(plan)  # which keeps the claims on the rows that it takes
         if not parents:
@@ -173,7 +174,7 @@ class Feed(Result):
             self._plan, self.parents = plan, tuple(parents)
             self.work.add_in_parts(self)
             try:
-                if parents or self.work.waiting:
+                if parents or (self.work.waiting and not is_at_once):
                     self.work.enqueue(self, is_waited_for=False)
                 else:
                     self._begin()

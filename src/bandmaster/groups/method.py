@@ -106,9 +106,8 @@ class GroupMethod(AnyMethod, Generic[P, C, G]):
         parents = self._not_there(args, kwargs)
         if parents:
             bind(self._spec.label, self._spec.signature, args, kwargs)  # mistakes are errors now
-        given: tuple[Sequence[Any], Mapping[str, Any]] = args, kwargs
-        if parents or self._submitter.work.waiting:
-            given = _as_they_are(self._spec, args, kwargs)
+        is_at_once = not (parents or self._submitter.work.waiting)
+        given = (args, kwargs) if is_at_once else _as_they_are(self._spec, args, kwargs)
         plan = partial(_claimed, claims_of(*given), partial(self._plan, *given))
         from bandmaster.flow.feed import Items, Values  # a feature
         from bandmaster.flow.stream import Stream
@@ -116,7 +115,7 @@ class GroupMethod(AnyMethod, Generic[P, C, G]):
         kind = Items if self._spec.is_generator else Values
         feed = kind(self._group, self._submitter, self._spec, self._options, self._how)
         stream = Stream(feed)  # first: if Ctrl-C comes before the user has it, its end ends what was sent
-        feed.start(plan, parents)
+        feed.start(plan, parents, is_at_once)
         return stream
 
     def _plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
@@ -153,7 +152,7 @@ class GroupMethod(AnyMethod, Generic[P, C, G]):
             plan = spec.plan(args, kwargs, protocol.outgoing)
         keeps = not waits and isinstance(collection.incoming, Concat) and collection.finish is None
         request = CallRequest(spec.name, plan, spec.ranks, collection, self._group, self._options, keeps, parents)
-        request.beside, request.is_relayed = self.beside, self.is_relayed
+        request.beside, request.is_at_once = self.beside, isinstance(plan, CallPlan)
         return self._submitter.call(request) if waits else self._submitter.submit(request)
 
     @staticmethod
