@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from simulation.columns import Columns
+
 LATE_S = 1.5  # between the last reply of a call and the return of a thread that waits for it: less than any look around
 
 
@@ -36,6 +38,7 @@ class Kind(NamedTuple):
         is_inprocess: Whether the ranks are objects in the controller's process, on the true backend for these.
         cutting: Share of steps of the main thread in which a host is cut off, or its agent killed.
         passing: Share of steps with rows that ranks keep: operations on them, and calls that take them.
+        joining: Share of these rows that have columns with names, which are joined and chosen.
         choosing: Share of steps in which a thread waits for several calls at once.
         turning: Share of steps in which it takes the turn of the group, or of another one on the same slots.
         stalling: Share of steps of the main thread in which a rank stands still, and is noticed or not.
@@ -81,6 +84,7 @@ class Kind(NamedTuple):
     limiting: float = 0.0
     closing: float = 0.0
     acting: float = 0.0
+    joining: float = 0.0
     is_colocated: bool = False
     is_tree: bool = False
 
@@ -117,6 +121,8 @@ class Kind(NamedTuple):
             closing=random.Random(f"closing {seed}").choice([0.0, 0.0, 0.0, 0.02]) if faults > 0.4 else 0.0,
             acting=random.Random(f"acting {seed}").choice([0.0, 0.0, 0.0, 0.05]) if faults > 0.4 else 0.0,
         )
+        if drawn.passing:
+            drawn = drawn._replace(joining=random.Random(f"joining {seed}").choice([0.0, 0.7]))
         if draw.random() < 0.85:
             if draw.random() < 0.85:
                 if drawn.n_hosts > 1 and (tree := random.Random(f"tree {seed}")).random() < 0.3:
@@ -141,9 +147,8 @@ class Sent:
         future: Its future; None if Ctrl-C came as it was submitted.
         has_ballast: Whether it takes a large array as well.
         parents: The calls whose rows it takes, or from whose rows it is derived.
-        ids: The first number of each row that it has; None if it has no rows.
-        width: The numbers in each row, which are equal.
-        taken: The numbers of the rows that it takes, if it is a request of a map over rows that ranks keep.
+        columns: The rows that it has; None if it has no rows.
+        taken: The rows that it takes, if it is a request of a map over rows that ranks keep.
         parts: The requests of a map, in the order of the rows.
         chunk: Most rows of each request of a map; None for single rows.
         place: Its place among the calls of a thread, and the name of that.
@@ -169,9 +174,8 @@ class Sent:
         self.token, self.method, self.plans, self.has_ballast = token, method, plans, has_ballast
         self.cancelled_at = math.inf
         self.parents: list[Sent] = []
-        self.ids: Any = None
-        self.width = 0
-        self.taken: Any = None
+        self.columns: Columns | None = None
+        self.taken: Columns | None = None
         self.is_rivals = self.is_callers = False
         self.inner: dict[int, list[tuple[Sent, float | None]]] = {}
         self.caller: Sent | None = None
@@ -207,6 +211,11 @@ class Sent:
             return self.token, self.back
         ballast = (np.full(12_000, self.token),) if self.has_ballast else ()
         return self.token, *ballast
+
+    @property
+    def n_rows(self) -> int:
+        """Number of the rows that it has."""
+        return 0 if self.columns is None else len(next(iter(self.columns.values())).ids)
 
     @property
     def hows(self) -> set[str]:
@@ -261,23 +270,3 @@ class Sent:
         for one in (self, *self.parts):
             one.is_cancelled = True
             one.cancelled_at = min(one.cancelled_at, moment)
-
-
-def width_of(token: int) -> int:
-    """The numbers in each row of a call: rows that travel in replies, or lie in segments."""
-    return 10_000 if token % 3 else 10
-
-
-def made_ids(token: int, rank: int) -> np.ndarray:
-    """The numbers of the rows that a rank makes."""
-    return 16 * token + 4 * rank + np.arange(1 + (token + rank) % 2)
-
-
-def passed_on(rows: np.ndarray, token: int) -> np.ndarray:
-    """The rows, or their numbers, that a call makes of others."""
-    return rows * 31 + token
-
-
-def share_of(ids: np.ndarray, rank: int, n_ranks: int) -> np.ndarray:
-    """The rows that a rank gets of those that are split."""
-    return np.array_split(ids, n_ranks)[rank]

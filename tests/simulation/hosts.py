@@ -379,6 +379,7 @@ class SimulatedHosts(MachineBackend):
             if world.has_callers:
                 world.processes[process].state["door"] = Door(PassedCalls(server)).address
             made.append(server)
+            world.servers[process] = server
             server.run(60.0)
             world.zygote.kill_agent(process)
 

@@ -34,6 +34,7 @@ from bandmaster.groups import base
 from bandmaster.hosts import agent, handshake, link
 from bandmaster.platform import forks, locks
 from bandmaster.requests import reader
+from bandmaster.rows import kept
 from bandmaster.turns import turns
 from bandmaster.wire import lane, poller, status_page
 from bandmaster.worker_process import call_path, event_loop
@@ -315,6 +316,7 @@ class Installed:
         reached._counts.clear()
         bm.watching.watch.watch.__init__()  # type: ignore[misc]
         turns._takers.clear()
+        kept._living.clear()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def end(self) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import bandmaster as bm
+from simulation.columns import Column
 from simulation.drawn import Sent
 from simulation.loop import Loop
 
@@ -23,10 +24,11 @@ def map_rows(program: Program, draw: random.Random, mine: list[Sent], can_await:
     whole.parts = [program.drawn(draw, asking=1.0) for _ in range(draw.choice([1, 2, 5, 12]))]
     whole.returns_errors = draw.random() < 0.3
     if not whole.returns_errors and draw.random() < 0.3:
-        whole.chunk, whole.width = draw.choice([1, 2, 3]), draw.choice([1, 10_000])
-        whole.ids = np.repeat([part.token for part in whole.parts], whole.chunk)
+        whole.chunk, width = draw.choice([1, 2, 3]), draw.choice([1, 10_000])
+        ids = np.repeat([part.token for part in whole.parts], whole.chunk)
+        whole.columns = {None: Column(ids, width)}
         for part in whole.parts:
-            part.method, part.ids, part.width = "chunk", np.full(whole.chunk, part.token), whole.width
+            part.method, part.columns = "chunk", {None: Column(np.full(whole.chunk, part.token), width)}
     if not whole.returns_errors and whole.hows & {"raise", "die"}:
         for part in whole.parts:
             part.is_cancelled = True  # perhaps, as another one has failed
@@ -49,7 +51,7 @@ def map_rows(program: Program, draw: random.Random, mine: list[Sent], can_await:
         if whole.chunk is None:
             mapped = program.with_options(getattr(program.group, method), whole.parts[0]).map(tokens, **options)
         else:
-            mapped = program.group.chunk.map(whole.ids, whole.width, chunk=whole.chunk, **options)
+            mapped = program.group.chunk.map(ids, width, chunk=whole.chunk, **options)
         take_map(program, draw, whole, mapped, mine, is_iterated, can_await)
 
 
@@ -85,7 +87,7 @@ def _iterate(program: Program, draw: random.Random, whole: Sent, mapped: Any, ca
         row = future.numbers[0] // (whole.chunk or 1)
         program.world.check(row in left, "a row comes twice", whole.token, row)
         part = left.pop(row)
-        size = 1 if part.ids is None else len(part.ids)
+        size = part.n_rows or 1
         program.world.check(len(future.numbers) == size, "the numbers of a chunk", whole.token, future.numbers)
         try:
             program.judge(part, future.result())

@@ -23,7 +23,8 @@ from bandmaster.calls import progress as progress_module
 from bandmaster.contract import NOT_CONSTRUCTED
 from simulation import callers, faults, maps, rows, sync, turns, waits
 from simulation import world as worlds
-from simulation.drawn import LATE_S, Kind, Raised, Sent, share_of
+from simulation.columns import are_rows, by_name, share_of
+from simulation.drawn import LATE_S, Kind, Raised, Sent
 from simulation.hosts import Network
 from simulation.install import Installed, SimulatedZygote
 from simulation.loop import Loop
@@ -77,6 +78,7 @@ class Program:
         world.zygote = SimulatedZygote(world)  # type: ignore[attr-defined]
         world.program, world.ended, world.failed_at = self, {}, {}  # type: ignore[attr-defined]
         world.network, world.links, world.n_hosts = Network(), None, kind.n_hosts  # type: ignore[attr-defined]
+        world.servers = {}  # type: ignore[attr-defined]
         world.n_agents, world.secrets = itertools.count(), itertools.count(1)  # type: ignore[attr-defined]
         world.has_callers, world.n_died = kind.calling > 0, 0  # type: ignore[attr-defined]
         worlds.begin(world)
@@ -139,11 +141,17 @@ class Program:
             self._finish()
             turns.check_over(SETTLED_S)
             self._check_leases()  # not in `_finish`, whose variables refer to values
+            has_rows = kind.passing and not kind.calling  # what killed processes of the world have had is left
+            if has_rows:
+                self._read_dropped()
             self.whole.close()
             if self.callers is not None:
                 self.callers.close()
             if self.turns is not None:
                 self.turns.rival.close()
+            if has_rows:  # not before, as failed calls that nobody reads on may refer to the frames of their callers
+                self._let_go()
+                rows.check_over(world)
         if (links := world.links) is not None:  # type: ignore[attr-defined]
             links.close()
         self._settle()
@@ -571,11 +579,9 @@ class Program:
             callers.check_refused(self, sent, outcome)
         elif isinstance(outcome, BaseException):
             world.fail(f"call {sent.token} has {outcome!r}")
-        elif sent.ids is not None:
+        elif sent.columns is not None:
             world.check(not sent.fails, "a call that fails has a value", sent.token, outcome)
-            shape, rows = (len(sent.ids), sent.width), np.asarray(outcome)
-            is_right = rows.shape == shape and bool((rows == sent.ids[:, None]).all())
-            world.check(is_right, "the rows of another call", sent.token, rows.shape, shape, rows[:, :1], sent.ids)
+            world.check(are_rows(outcome, sent.columns), "the rows of another call", sent.token, outcome, sent.columns)
         elif sent.parts:
             self._judge_map(sent, outcome)
         else:
@@ -616,7 +622,9 @@ class Program:
     def part_of(self, token: int, rows: Any) -> int:
         """The token of the request of a map that gets some rows."""
         whole = self.by_token[token]
-        return whole.parts[int(np.flatnonzero(whole.parents[0].ids == rows[0, 0])[0]) // (whole.chunk or 1)].token
+        name, array = next(iter(by_name(rows).items()))
+        ids = whole.parents[0].columns[name].ids
+        return whole.parts[int(np.flatnonzero(ids == array[0, 0])[0]) // (whole.chunk or 1)].token
 
     def check_begun(self, token: int, rank: Any = None) -> None:
         """Calls of a thread begin in their order, and none begins whose rows are not there."""
@@ -637,20 +645,22 @@ class Program:
             self.world.check(place > rank.places.get(name, 0), "a thread's calls begin in another order", rank, token)
             rank.places[name] = place
 
-    def check_taken(self, token: int, rank: int, taken: Any) -> None:
+    def check_taken(self, token: int, rank: int, taken: Any, is_over: bool = False) -> None:
         """What a call takes is what was passed, from its begin to its end."""
         sent = self.by_token.get(token)
         if sent is None:  # it is over for its caller, who was told that the rank has died, or is about to
             return
-        for number, array in enumerate(taken):
-            expected: Any = np.array(token)
+        for number, value in enumerate(taken):
             if sent.parents:
-                ids = sent.parents[number].ids if sent.taken is None else sent.taken
-                expected = (ids if sent.is_request else share_of(ids, rank, self.kind.n_ranks))[:, None]
-            is_right = array is None or (
-                expected.shape[:1] in ((), array.shape[:1]) and bool((array == expected).all())
-            )
-            self.world.check(is_right, "a call has another's arguments", token, rank, number, array, expected)
+                whole = sent.taken or sent.parents[number].columns
+                expected = whole if sent.is_request else share_of(whole, rank, self.kind.n_ranks)
+                is_right = are_rows(value, expected)
+            else:
+                expected, is_right = token, value is None or bool((value == token).all())
+            self.world.check(is_right, "a call has another's arguments", token, rank, number, value, expected)
+            if is_over and value is not None:  # it is the call's own: nobody else sees what it writes there
+                for array in by_name(value).values():
+                    array[...] = -1
 
     def _finish(self) -> None:
         """Wait for all calls, and check that each has ended once."""
@@ -686,19 +696,27 @@ class Program:
             or not all(rank.is_alive for rank in ranks)
         ):
             return
-        for _ in range(2):  # the replies of a call whose future was dropped are read with those of the next one
-            with self.group.turn() if self.turns is not None else nullcontext():
-                self.group.work(next(self.tokens))
-        sync.sleep(SETTLED_S / 10)  # in which threads end, which refer to what they have looked at last
-        for _ in range(2):  # streams that Ctrl-C has left are closed by a thread, which refers to them meanwhile
-            while gc.collect():  # again, as the end of claims may refer to what is collected with them
-                pass
-            sync.sleep(SETTLED_S / 10)
+        self._read_dropped()
+        self._let_go()
         writer = self.group._ownership.workers()._writer
         self.world.check(not writer.has_leases, "leases of ranks are left", writer._segments)
         for rank in ranks:
             self.world.check(not rank.has_leases, "leases of the controller are left", rank)
             self.world.check(not rank.streams or self.kind.n_interrupts, "generators are left", rank, rank.streams)
+
+    def _read_dropped(self) -> None:
+        """Read the replies of calls whose futures were dropped, which are read with those of the next one."""
+        for _ in range(2):
+            with suppress(bm.BandmasterError), self.group.turn() if self.turns is not None else nullcontext():
+                self.group.work(next(self.tokens))  # which may be closed
+
+    def _let_go(self) -> None:
+        """Wait until nothing refers to what calls have returned."""
+        sync.sleep(SETTLED_S / 10)  # in which threads end, which refer to what they have looked at last
+        for _ in range(2):  # streams that Ctrl-C has left are closed by a thread, which refers to them meanwhile
+            while gc.collect():  # again, as the end of claims may refer to what is collected with them
+                pass
+            sync.sleep(SETTLED_S / 10)
 
     def _settle(self) -> None:
         """Wait until ranks and the threads of the library have ended, and check that nothing is left."""

@@ -49,7 +49,8 @@ from bandmaster.worker import Report
 from bandmaster.worker_process.executor import END, Executor
 from bandmaster.worker_process.loop import claimed, reply
 from simulation import turns
-from simulation.drawn import Raised, made_ids, passed_on, width_of
+from simulation.columns import made, passed_on, value_of
+from simulation.drawn import Raised
 from simulation.net import Socket
 from simulation.world import World
 
@@ -315,8 +316,8 @@ class Rank:
         program.check_begun(running.token, self)
         self._check_ballast(running)
         value: Any = (running.token, self.rank)
-        if running.method == "rows" and plan.how in ("value", "large"):
-            value = np.tile(made_ids(running.token, self.rank)[:, None], width_of(running.token))
+        if running.method in ("rows", "columns") and plan.how in ("value", "large"):
+            value = value_of(made(running.token, self.rank, running.method == "columns"))
         elif running.method in ("pass_on", "score") and plan.how in ("value", "large"):
             value = passed_on(running.ballast[0], running.token)
         elif running.method == "chunk" and plan.how in ("value", "large"):
@@ -374,7 +375,7 @@ class Rank:
             self.cpu_s += self.world.now - running.since
         if not isinstance(value, Interrupted):
             self.world.program.check_ran_on(running)  # type: ignore[attr-defined]
-        self._check_ballast(running)
+        self._check_ballast(running, is_over=True)
         running.ballast = []
         if isinstance(value, Raised):
             self.world.failed_at.setdefault(running.token, self.world.now)  # type: ignore[attr-defined]
@@ -397,9 +398,10 @@ class Rank:
             self._lane.body = None
         self._wake()
 
-    def _check_ballast(self, running: Running) -> None:
+    def _check_ballast(self, running: Running, is_over: bool = False) -> None:
         """What a call takes is what was passed, from its begin to its end."""
-        self.world.program.check_taken(running.token, self.rank, running.ballast)  # type: ignore[attr-defined]
+        program: Any = self.world.program  # type: ignore[attr-defined]
+        program.check_taken(running.token, self.rank, running.ballast, is_over)
 
     def _outcome(self, running: Running, value: Any) -> Payload | Rows | Failure | None:
         if isinstance(value, BaseException):

@@ -10,7 +10,8 @@ import numpy as np
 import bandmaster as bm
 from simulation import callers, sync, turns, workers
 from simulation import world as worlds
-from simulation.drawn import Raised, made_ids, passed_on, width_of
+from simulation.columns import made, passed_on, value_of
+from simulation.drawn import Raised
 
 
 class Subject(bm.Worker):
@@ -25,7 +26,13 @@ class Subject(bm.Worker):
     def rows(self, token):
         """A call that leaves rows on the ranks."""
         self._ran(token)
-        return np.tile(made_ids(token, self.rank)[:, None], width_of(token))
+        return value_of(made(token, self.rank, is_named=False))
+
+    @bm.register(bm.TransferProtocol(bm.Broadcast(), bm.Concat("dp")))
+    def columns(self, token):
+        """A call that leaves rows with columns on the ranks."""
+        self._ran(token)
+        return value_of(made(token, self.rank, is_named=True))
 
     @bm.register(bm.TransferProtocol(bm.Split("dp"), bm.Gather("dp")))
     def take(self, token, rows, more=None):
@@ -35,8 +42,9 @@ class Subject(bm.Worker):
     @bm.register(bm.TransferProtocol(bm.Split("dp"), bm.Concat("dp")))
     def pass_on(self, token, rows):
         """A call that makes rows of others."""
+        passed = passed_on(rows, token)
         self._ran(token, rows)
-        return passed_on(rows, token)
+        return passed
 
     @bm.register("REQUEST", concurrency=4)
     async def ask(self, token, ballast=None):
@@ -81,8 +89,9 @@ class Subject(bm.Worker):
     async def score(self, rows, token):
         """A request of a map over rows that ranks keep."""
         token = worlds.world.program.part_of(token, rows)
+        passed = passed_on(rows, token)
         await self._ran_beside(token, rows)
-        return passed_on(rows, token)
+        return passed
 
     @bm.register("REQUEST")
     def exclusive(self, token, ballast=None):
@@ -114,6 +123,7 @@ class Subject(bm.Worker):
         world.program.check_taken(token, self.rank, taken)
         try:
             yield world.program.plan_of(token, self.rank)
+            world.program.check_taken(token, self.rank, taken, is_over=True)
         finally:
             if worker is not None:
                 worker.ends(token)
