@@ -413,6 +413,56 @@ def test_an_agent_forgets_calls_that_have_failed_while_nobody_waited(group):
     assert group.n_let_go_on() == [0] * group.world_size
 
 
+STOPPED_WHILE_ROWS_WAIT_FOR_OTHERS = """
+from types import SimpleNamespace
+from bandmaster.contract import Reply, RowFacts, Ticket
+from bandmaster.hosts import agent, handshake, links
+from bandmaster.hosts.agent import AgentServer
+from bandmaster.hosts.handshake import Secret
+from bandmaster.hosts.link import FrameKind, Message
+from bandmaster.wire.messages import ReplyKind, call_message, header_of
+
+class Workers(SimpleNamespace):
+    arrivals, reports, deaths, records, rendezvous = None, {}, {}, ["rank 0", "rank 1"], {}
+
+    def put(self, payloads):
+        return list(payloads)
+
+    def call(self, calls, tickets):
+        tickets.update(sent)
+
+    def fetch(self, ticket):
+        return SimpleNamespace(facts=RowFacts(3, 24, {}))
+
+    def stop(self, why):
+        print("stopped")
+
+def post(kind, name, said, **large):
+    print([(ranks, header_of(body) == (ReplyKind.ROWS, 7)) for ranks, body in said])
+
+sent = {0: Ticket(), 1: Ticket()}
+server = AgentServer(Secret.new(), "127.0.0.1", "test", lambda said, shows: (Workers(), (0, 1)))
+server.start("group", None)
+server._controller = SimpleNamespace(post=post)
+ranks = server.groups["group"]
+body = call_message(7, ("method", int(Reply.KEEP), (), [], None), False, True)[4:]
+ranks.take(Message(FrameKind.CALLS, ("group", [((0, 1), body)]), {}), False)
+sent[0].is_done = True
+sent[0].on_done()
+server._tell()
+print(sorted(server._store))
+server.stop("group", "closed")
+"""
+
+
+def test_the_controller_learns_of_rows_whose_group_ends_before_the_other_ranks_have_replied():
+    """It releases them: they stayed on their host for as long as the controller."""
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED_WHILE_ROWS_WAIT_FOR_OTHERS], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "[(7, 0)]\n[((0,), True)]\nstopped\n", done.stderr
+
+
 TOLD_BY_WAY_OF_A_HOST_THAT_IS_LOST = """
 from types import SimpleNamespace
 from bandmaster.hosts import agent, handshake, links

@@ -384,9 +384,13 @@ class AgentServer:
             self._stopped[name] = why  # first: a rank may be about to start
             self._replacing.pop(name, None)
             self._last_replacement.pop(name, None)
-            ranks = self.groups.pop(name, None)
-            if ranks is not None and ranks.workers.arrivals is not None:
-                self._poller.ignore(ranks.workers.arrivals)
+            ranks = self.groups.get(name)
+            if ranks is not None:
+                ranks.hurry()
+                self._tell()
+                del self.groups[name]
+                if ranks.workers.arrivals is not None:
+                    self._poller.ignore(ranks.workers.arrivals)
         if ranks is not None:
             ranks.workers.stop(why)
         with self._lock:

@@ -296,6 +296,10 @@ class HostRanks:
                 self.workers.resume({rank: ticket})
         return reply_message(number, kind, content, ticket.times and ticket.times[0])[4:], large
 
+    def hurry(self) -> None:
+        """Tell all replies at once: the controller has to know of rows that are here, to release them."""
+        self._since = 0.0
+
     @property
     def has_news(self) -> bool:
         """Whether there may be something to send."""
