@@ -763,6 +763,35 @@ def begun_with_a_pause(begin, n):
         sys.settrace(None)
 
 
+@pytest.mark.backends("inprocess")
+def test_a_callback_of_rows_of_a_map_is_called_though_it_was_added_in_the_midst_of_its_end(backend, tmp_path):
+    with bm.ResourcePool([1], backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Rows)
+        for n in range(1, 1000):
+            mapped = group.hold.map([0, 1], str(tmp_path / "never"), chunk=1)
+            called = threading.Event()
+            add = partial(mapped.future[:1].add_done_callback, lambda _, called=called: called.set())
+            adding = threading.Thread(target=add)
+
+            def trace(frame, event, arg, left=iter(range(n)), adding=adding):
+                is_in_feed = frame.f_code.co_filename.endswith("feed.py")
+                if is_in_feed and event == "line" and next(left, None) is None and adding.ident is None:
+                    adding.start()
+                    adding.join(0.1)  # it may wait for a lock of this thread
+                return trace if is_in_feed else None  # noqa: B023
+
+            sys.settrace(trace)
+            try:
+                mapped.close()
+            finally:
+                sys.settrace(None)
+            if adding.ident is None:
+                break
+            adding.join(DEADLINE)
+            assert called.wait(DEADLINE), n
+        assert n > 5
+
+
 @pytest.mark.backends("inprocess", "local")
 def test_a_map_goes_on_wherever_other_threads_run_as_it_begins(group, tmp_path):
     for n in range(1, 80):

@@ -323,13 +323,11 @@ class Feed(Result):
     def end_in_fork(self) -> None:
         """End with a UsageError in a fork; see `Result.end_in_fork`."""
         super().end_in_fork()
-        self._ended = threading.Event()
-        self._ended.set()
         self.arrivals.end_in_fork(self.done)
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until it sends no more parts; False if the time is over before."""
-        return self._ended.wait(Deadline(timeout_s).left())
+        return self.done is not None or self._ended.wait(Deadline(timeout_s).left())
 
     @property
     def is_ended(self) -> bool:
