@@ -746,21 +746,27 @@ def test_ctrl_c_in_a_wait_for_the_whole_loses_no_value(group):
     assert n > 5
 
 
-def begun_with_a_pause(begin, n):
-    """Call a function that begins a map, with a pause for other threads before the n-th line of feeds."""
+def called_with_a_pause(function, n, pause):
+    """Call a function that begins or ends a map, with a pause for other threads before the n-th line of feeds."""
 
     def trace(frame, event, arg):
         nonlocal n
         n -= event == "line"
-        if n == 0:
-            time.sleep(0.01)  # so that others get the processor
+        if n == 0 and event == "line":
+            pause()
         return trace if frame.f_code.co_filename.endswith("feed.py") else None
 
     sys.settrace(trace)
     try:
-        return begin()
+        return function()
     finally:
         sys.settrace(None)
+
+
+def started(thread):
+    """Start a thread, and let it come to its end, or to a lock of this one."""
+    thread.start()
+    thread.join(0.1)
 
 
 @pytest.mark.backends("inprocess")
@@ -772,19 +778,7 @@ def test_a_callback_of_rows_of_a_map_is_called_though_it_was_added_in_the_midst_
             called = threading.Event()
             add = partial(mapped.future[:1].add_done_callback, lambda _, called=called: called.set())
             adding = threading.Thread(target=add)
-
-            def trace(frame, event, arg, left=iter(range(n)), adding=adding):
-                is_in_feed = frame.f_code.co_filename.endswith("feed.py")
-                if is_in_feed and event == "line" and next(left, None) is None and adding.ident is None:
-                    adding.start()
-                    adding.join(0.1)  # it may wait for a lock of this thread
-                return trace if is_in_feed else None  # noqa: B023
-
-            sys.settrace(trace)
-            try:
-                mapped.close()
-            finally:
-                sys.settrace(None)
+            called_with_a_pause(mapped.close, n, partial(started, adding))
             if adding.ident is None:
                 break
             adding.join(DEADLINE)
@@ -796,7 +790,7 @@ def test_a_callback_of_rows_of_a_map_is_called_though_it_was_added_in_the_midst_
 def test_a_map_goes_on_wherever_other_threads_run_as_it_begins(group, tmp_path):
     for n in range(1, 80):
         gate = tmp_path / str(n)
-        mapped = begun_with_a_pause(partial(group.hold.map, [0, 1], str(gate), maxsize=1), n)
+        mapped = called_with_a_pause(partial(group.hold.map, [0, 1], str(gate), maxsize=1), n, partial(time.sleep, 0.01))
         gate.touch()
         with ThreadPoolExecutor(1) as pool:
             taken = pool.submit(list, mapped)
