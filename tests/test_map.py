@@ -790,7 +790,9 @@ def test_a_callback_of_rows_of_a_map_is_called_though_it_was_added_in_the_midst_
 def test_a_map_goes_on_wherever_other_threads_run_as_it_begins(group, tmp_path):
     for n in range(1, 80):
         gate = tmp_path / str(n)
-        mapped = called_with_a_pause(partial(group.hold.map, [0, 1], str(gate), maxsize=1), n, partial(time.sleep, 0.01))
+        mapped = called_with_a_pause(
+            partial(group.hold.map, [0, 1], str(gate), maxsize=1), n, partial(time.sleep, 0.01)
+        )
         gate.touch()
         with ThreadPoolExecutor(1) as pool:
             taken = pool.submit(list, mapped)
