@@ -369,8 +369,8 @@ MUTANTS = [
     Mutant(
         "loop-not-told",
         "requests/reader.py",
-        "        self._arrived.append(waiter)\n        if request",
-        "        if request",
+        "        self._arrived.append(waiter)\n        self._wake_soon()\n",
+        "        self._wake_soon()\n",
         "A task that awaits a request is not woken.",
     ),
     Mutant(
