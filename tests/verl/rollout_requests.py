@@ -27,7 +27,8 @@ class Echo(Engine):
         type(self).asked = sampling
         if prompt[0] == 13:
             return [rl.Answer([], [], [], "abort")]
-        return [rl.Answer([self.rank] * sampling.max_tokens, None, [3, 4], "length")]
+        n = sampling.max_tokens
+        return [rl.Answer([self.rank] * n, None, [*[3] * (n - 1), 4], "length")]
 
 
 @pytest.fixture(scope="module")
