@@ -8,7 +8,7 @@ export PIP_COMPILE := 0
 export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-fast test-all test-deploy test-hosts test-hosts-fast test-verl test-verl-fast test-verl-rollouts test-vllm lint grpo ppo soak fuzz simulate mutants bench bench-verl bench-rlhf bench-requests bench-engines bench-hosts dist docs clean
+.PHONY: demo test test-fast test-all test-deploy test-hosts test-hosts-fast test-verl test-verl-fast test-verl-requests test-verl-rollouts test-vllm lint grpo ppo soak fuzz simulate mutants bench bench-verl bench-rlhf bench-requests bench-engines bench-hosts dist docs clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -97,7 +97,11 @@ ON ?= bandmaster
 test-verl: $(VERL)/.ready
 	$(VERL)/bin/python tests/verl/run.py $(VERL) $(ON) $(VERL_TESTS)
 
-test-verl-rollouts: $(VERL)/.trainers  ## verl's own trainers with a group of engines as their rollout, of which a replica dies in each run
+test-verl-requests: $(VERL)/.trainers
+	PYTHONPATH=src:tests/verl $(VERL)/bin/python -m pytest -q --noconftest -p no:cacheprovider -c /dev/null \
+		--rootdir tests/verl tests/verl/rollout_requests.py
+
+test-verl-rollouts: test-verl-requests  ## verl's own trainers with a group of engines as their rollout, of which a replica dies in each run
 	$(VERL)/bin/python tests/verl/rollouts.py $(ROLLOUTS)
 
 $(VERL)/.trainers: $(VERL)/.ready tests/verl/requirements-trainers.txt
@@ -108,7 +112,7 @@ $(VERL)/.trainers: $(VERL)/.ready tests/verl/requirements-trainers.txt
 FAST_VERL_TESTS := test_get_set_dispatch_collect_cpu test_fused_workers_on_cpu test_driverfunc_to_worker \
 	test_auto_padding_on_cpu test_ray_local_envs_on_cpu
 
-test-verl-fast:
+test-verl-fast: test-verl-requests
 	$(MAKE) test-verl VERL_TESTS="$(FAST_VERL_TESTS)"
 
 # vLLM's own code built for CPUs, in an environment of its own: 3.5 GB. torchvision, torchaudio and torchcodec of the

@@ -1,6 +1,6 @@
 """Requests as verl's clients make them, with `bandmaster.compat.verl_rollout`: in an environment with verl.
 
-python -m pytest -c /dev/null --rootdir tests/verl tests/verl/rollout_requests.py
+`make test-verl-requests` runs them, `make test-verl-fast` as well.
 """
 
 import asyncio
