@@ -652,6 +652,41 @@ def test_a_replica_that_sleeps_is_restored_when_it_is_awake(source, make_group):
     sync.restore(1)
 
 
+class SleepsAgain(Recorder):
+    """An engine that is asleep when it has started again.
+
+    Args:
+        folder: It tells of its start there.
+    """
+
+    is_asleep = False
+
+    def __init__(self, folder):
+        super().__init__()
+        self.is_asleep = (folder / f"begun {self.rank}").exists()
+        (folder / f"{'again' if self.is_asleep else 'begun'} {self.rank}").touch()
+
+    async def wake(self):
+        self.is_asleep = False
+
+
+@pytest.mark.backends("local")
+@pytest.mark.parametrize("has_source", [True, False])
+def test_a_replica_that_sleeps_as_it_is_replaced_gets_its_weights_when_it_is_awake(
+    source, make_group, tmp_path, has_source
+):
+    engine = make_group(2, SleepsAgain, tmp_path)
+    sync = rl.WeightSync(source, engine, heals=has_source)
+    healing = sync._healing if has_source else Healing(PeerWeights(engine, 2))
+    sync(version=1)
+    os.kill(engine.process()[1], signal.SIGKILL)
+    until((tmp_path / "again 1").exists)
+    assert not healing.wait(0.5), "it sleeps"
+    engine.wake.all().result(DEADLINE_S)
+    assert healing.wait(DEADLINE_S)
+    assert_has(engine, source, 1)
+
+
 class Waiting(Recorder):
     """An engine that waits for weights from the beginning."""
 

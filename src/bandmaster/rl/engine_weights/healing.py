@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Sequence
 
-from bandmaster import ClosedError, UsageError, WorkerDied
+from bandmaster import ClosedError, RemoteError, UsageError, WorkerDied
 from bandmaster.rl.engine_weights.peers import Restores
-from bandmaster.rl.engine_weights.target import AwaitWeights
+from bandmaster.rl.engine_weights.target import Asleep, AwaitWeights
 
 LOG = logging.getLogger("bandmaster.rl")
 N_TRIES = 3
-LOOK_S = 0.1  # polling interval for a death whose replacement has not begun
+LOOK_S = 0.1  # polling interval for a death whose replacement has not begun, or a replica that is asleep
 
 
 class Healing:
@@ -97,11 +97,10 @@ class Healing:
                 if group.world_size > sync.n_replicas or (n_left == 0 and sync.has_source):
                     with sync.lock:
                         group.restart(state)
-                        return self._restored(range(sync.n_replicas))
+                    return self._restored(range(sync.n_replicas))
                 with sync.without(rank):  # other replicas get new weights meanwhile
                     group.replace(rank, state)
-                with sync.lock:
-                    return self._restored([rank])
+                return self._restored([rank])
             except ClosedError:
                 raise
             except (WorkerDied, UsageError):  # another replica has died meanwhile, or the new one
@@ -110,9 +109,14 @@ class Healing:
         raise AssertionError("the last try returns or raises")
 
     def _restored(self, replicas: Sequence[int]) -> str:
-        """Bring the last weights to replicas. The lock is held. Returns which these are, for the log."""
-        held = self._sync.present()
-        if held is None:
-            return ""
-        places = [self._sync.restore(replica) for replica in replicas]
-        return f", with version {held.version} of the weights from {places[0]}"
+        """Bring the last weights to replicas, once they are awake. Returns which these are, for the log."""
+        while True:
+            try:
+                with self._sync.lock:
+                    held = self._sync.present()
+                    places = [] if held is None else [self._sync.restore(replica) for replica in replicas]
+                return "" if held is None else f", with version {held.version} of the weights from {places[0]}"
+            except RemoteError as error:
+                if not isinstance(error.__cause__, Asleep):
+                    raise
+            time.sleep(LOOK_S)  # a trainer has the device

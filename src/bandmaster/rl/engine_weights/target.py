@@ -60,6 +60,10 @@ class Overtaken(UsageError):
     """Another sync to a replica has begun, or the replica was replaced."""
 
 
+class Asleep(UsageError):
+    """The engine is asleep, and so cannot take weights now."""
+
+
 class Expected(NamedTuple):
     """The tensors that a replica takes.
 

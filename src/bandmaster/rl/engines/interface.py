@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from bandmaster import Dispatch, UsageError, register, report
-from bandmaster.rl.engine_weights.target import CONTROL, PauseMode, TakesWeights
+from bandmaster.rl.engine_weights.target import CONTROL, Asleep, PauseMode, TakesWeights
 from bandmaster.rl.engines.answers import Answer, columns_of, is_chat, prompts_of, seeds_of, token_ids
 from bandmaster.rl.engines.completions import (
     Begun,
@@ -401,10 +401,10 @@ class Engine(TakesWeights, ABC):
         """Check that the engine can load weights now.
 
         Raises:
-            UsageError: It is asleep.
+            Asleep: It is asleep.
         """
         if self.is_asleep:
-            raise UsageError("the engine is asleep; call wake.all() before new weights come")
+            raise Asleep("the engine is asleep; call wake.all() before new weights come")
 
     @asynccontextmanager
     async def held(self, in_flight: PauseMode) -> AsyncIterator[None]:

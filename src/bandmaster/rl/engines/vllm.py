@@ -421,8 +421,9 @@ class VLLM(Engine):
         """Check that the engine can load weights now.
 
         Raises:
+            Asleep: It is asleep.
             EngineDied: vLLM's process has died.
-            UsageError: The engine is asleep, or was made with another ``weight_transfer_config``.
+            UsageError: The engine was made with another ``weight_transfer_config``.
         """
         super().check_takes_weights()
         self._check_lives()
