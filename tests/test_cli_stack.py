@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from commands import MINE
 import bandmaster as bm
 from bandmaster import Dispatch, register, rl
 from bandmaster.cli import main
+from bandmaster.wire import status_page
 from bandmaster.wire.stacks import END, TASKS, TOLD, is_told, readable
 from bandmaster.wire.status_page import stacks
 
@@ -271,6 +273,14 @@ class Computes(bm.Worker):
         return sum(range(n))
 
     @register(Dispatch.ONE_TO_ALL)
+    def start_threads(self, n, n_frames):
+        def wait(n_left):
+            wait(n_left - 1) if n_left else time.sleep(600)
+
+        for _ in range(n):
+            threading.Thread(target=wait, args=(n_frames,), daemon=True).start()
+
+    @register(Dispatch.ONE_TO_ALL)
     def run_code(self, file, change):
         names = {"wait": time.sleep}
         exec(compile("def made():\n    wait(600)", file, "exec"), names)
@@ -339,3 +349,22 @@ def test_code_with_odd_names_or_without_lines_is_shown(make_pool, file, change, 
         assert idle_time() < deadline, found
         found = stacks(pids).get(pids[0], "")
     call.cancel()
+
+
+@pytest.mark.backends("local")
+def test_a_rank_with_many_threads_is_shown_each_time_though_the_reader_is_slow(make_pool, monkeypatch):
+    """It removed what others had read, and what it wrote was as long: it counted as one that does not answer."""
+    group = bm.WorkerGroup(make_pool([1]), Computes)
+    pids = group.pid()
+    group.start_threads(80, 40)
+
+    def signal_and_be_suspended(*args):
+        send_signal(*args)
+        time.sleep(0.3)
+
+    send_signal = status_page._signal
+    monkeypatch.setattr(status_page, "_signal", signal_and_be_suspended)
+    for _ in range(4):
+        (found,) = stacks(pids).values()
+        assert len(found) > status_page.MOST_TOLD_NBYTES
+        assert "does not answer" not in found

@@ -61,7 +61,8 @@ _ACTIVITY = struct.Struct("<QdQQ")  # the first words
 
 MAX_NAME_NBYTES = 200  # of an identity, of which the kernel takes 249, and of a method
 TOLD_TIMEOUT_S, STACKS_TIMEOUT_S = 0.8, 1.0  # until faulthandler is asked, and in all
-MOST_TOLD_NBYTES = 128 * 1024  # behind the page, before a worker writes again
+MOST_TOLD_NBYTES = 128 * 1024  # of memory behind the page, before a worker writes again
+_BLOCK_NBYTES = 512  # in which Linux counts the memory of a file
 AGENT, DEBUGGER = "bandmaster-agent", "bandmaster-in-debugger"  # marks of `announce`
 AGAIN_S = 0.02  # after an interrupt that was put off
 IMPORTS = "<frozen importlib._bootstrap>"  # the file of the frames of an import
@@ -206,13 +207,13 @@ def _write(pid: int, word: int, number: int) -> None:
 def stacks(pids: Sequence[int]) -> dict[int, str]:
     """The Python stacks of workers, innermost frame last, as far as they could be had in time."""
     with contextlib.ExitStack() as close_all:
-        pages: dict[int, _Told] = {}
+        pages: dict[int, tuple[int, int]] = {}  # each with its size: what is written from now on is behind that
         for pid in pids:
             with contextlib.suppress(OSError):
                 page = close_all.enter_context(opened(pid, "rb"))
                 if (process := stat(pid)) is None or process.state in "tTZX":
                     continue  # it can answer nothing
-                pages[pid] = _Told(page)
+                pages[pid] = page, max(PAGE_NBYTES, os.fstat(page).st_size)
                 if teller := _word(page, TELLER):
                     _signal(pid, STACKS_SIGNAL, teller)
         begun = time.monotonic()
@@ -222,35 +223,28 @@ def stacks(pids: Sequence[int]) -> dict[int, str]:
             _signal(pid, STACKS_SIGNAL)
         deadline = begun + STACKS_TIMEOUT_S
         texts.update(_texts(silent, deadline, _SETTLED_S, lambda text, before: text != "" and text == before))
-        shown = {pid: readable(text, _word(pages[pid].page, RUNNING) != 0) for pid, text in texts.items() if text}
+        shown = {pid: readable(text, _word(pages[pid][0], RUNNING) != 0) for pid, text in texts.items() if text}
     heading = f"{IN_DEBUGGER}: bandmaster debug attaches to it, and deadlines wait\n"
     return {**shown, **{pid: heading + shown.get(pid, "") for pid in in_debuggers(pids)}}
 
 
-class _Told:
-    """The text that is written behind a page from now on. Others may read there, too."""
-
-    def __init__(self, page: int) -> None:
-        self.page, self._start = page, max(PAGE_NBYTES, os.fstat(page).st_size)
-
-    def read(self) -> str:
-        """The text so far."""
-        size = os.fstat(self.page).st_size
-        if size < self._start:  # the worker has removed what others have read
-            self._start = PAGE_NBYTES
-        return os.pread(self.page, max(0, size - self._start), self._start).decode(errors="replace")
-
-
 def _texts(
-    pages: dict[int, _Told], deadline: float, pause_s: float, is_whole: Callable[[str, str], bool]
+    pages: dict[int, tuple[int, int]], deadline: float, pause_s: float, is_whole: Callable[[str, str], bool]
 ) -> dict[int, str]:
-    """The text behind each page, once each is whole, told from it and what was read before; or the time is over."""
+    """The text behind each page, once each is whole, told from it and what was read before; or the time is over.
+
+    Others may read there, too: zero bytes stand for texts that the worker has removed.
+    """
     texts: dict[int, str] = {}
     while True:
-        before, texts = texts, {pid: page.read() for pid, page in pages.items()}
+        before, texts = texts, {pid: _text(*page) for pid, page in pages.items()}
         if all(is_whole(text, before.get(pid, "")) for pid, text in texts.items()) or time.monotonic() >= deadline:
             return texts
         time.sleep(pause_s)  # there is nothing to wait on
+
+
+def _text(page: int, start: int) -> str:
+    return os.pread(page, max(0, os.fstat(page).st_size - start), start).decode(errors="replace")
 
 
 def _word(page: int, word: int) -> int:
@@ -402,8 +396,10 @@ class StatusPage:
         self.words[TELLER] = threading.get_native_id()
         with contextlib.suppress(OSError):  # the user's code has closed all descriptors
             while signal.sigwait([STACKS_SIGNAL]):
-                if os.fstat(self._fd).st_size > PAGE_NBYTES + MOST_TOLD_NBYTES:
+                file = os.fstat(self._fd)
+                if file.st_blocks * _BLOCK_NBYTES > PAGE_NBYTES + MOST_TOLD_NBYTES:
                     os.ftruncate(self._fd, PAGE_NBYTES)
+                    os.ftruncate(self._fd, file.st_size)  # a hole: the place of a text tells readers that it is new
                 self._write(TOLD + of_this_process())
                 for mark, tell in self.told.items():
                     with contextlib.suppress(Exception):  # stacks can do without
