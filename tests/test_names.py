@@ -72,8 +72,11 @@ def test_a_group_with_a_prefix_gets_a_number_too_if_its_name_is_taken(make_pool)
 def test_a_name_that_bandmaster_ps_could_not_show_is_refused(make_pool):
     pool = make_pool([1])
     assert bm.WorkerGroup(pool, Actor, name="ö" * 60).get() == [0]
-    with pytest.raises(bm.UsageError, match="name of WorkerGroup must have at most 120 bytes, got 122: 'öö"):
+    with pytest.raises(bm.UsageError, match="the name of a WorkerGroup must have at most 120 bytes, got 122: 'öö"):
         bm.WorkerGroup(pool, Actor, name="ö" * 61)
+    assert bm.WorkerGroup(pool, Actor, name_prefix="x" * 115).get() == [0]
+    with pytest.raises(bm.UsageError, match=r"at most 120 bytes, got 121: 'x+Actor'; give it a shorter one with name="):
+        bm.WorkerGroup(pool, Actor, name_prefix="x" * 116)
 
 
 def test_colocated_groups_have_names(make_pool):

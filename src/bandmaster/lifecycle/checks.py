@@ -13,7 +13,6 @@ from bandmaster.plan.mesh import Mesh
 from bandmaster.worker import ClassWithInitArgs, Worker
 
 ON_YIELD, ON_RESUME = "on_yield", "on_resume"  # methods by which a class takes turns on its slots
-MOST_NAME_NBYTES = 120  # which the kernel shows beside the numbers of a worker, see `bandmaster.wire.status_page`
 
 
 def unwrap(
@@ -86,13 +85,11 @@ def check_options(owner: str, name: object, name_prefix: object) -> None:
         name_prefix: The option of that name, which is put before the name of the class.
 
     Raises:
-        UsageError: ``name`` is neither a string of printable characters nor None, or is too long; ``name_prefix`` is
-            neither a string nor None; or both are given.
+        UsageError: ``name`` is neither a string of printable characters nor None, ``name_prefix`` is neither a string
+            nor None, or both are given.
     """
     if name is not None and not (isinstance(name, str) and name and name.isprintable()):
         raise UsageError(f"name of {owner} must be a string of printable characters, got {name!r}")
-    if isinstance(name, str) and (nbytes := len(name.encode())) > MOST_NAME_NBYTES:
-        raise UsageError(f"name of {owner} must have at most {MOST_NAME_NBYTES} bytes, got {nbytes}: {name!r}")
     if not isinstance(name_prefix, str | None):
         raise UsageError(f"name_prefix of {owner} must be a string, or None for the pool's prefix, got {name_prefix!r}")
     if name is not None and name_prefix is not None:

@@ -17,6 +17,7 @@ from bandmaster.contract import CLOSED, Workers
 from bandmaster.errors import ClosedError, UsageError
 from bandmaster.platform.forks import free_in_forks, in_forks, n_forks, of_parent
 
+MOST_NAME_NBYTES = 120  # which the kernel shows beside the numbers of a worker, see `bandmaster.wire.status_page`
 _log = logging.getLogger(__name__)
 _groups: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in this order
 _lock = free_in_forks(threading.RLock())  # re-entrant, as a finalizer may construct a group at any point
@@ -168,7 +169,16 @@ def add_group(group: Any, name: str, is_numbered: bool) -> None:
         group: The group; only a weak reference to it is kept.
         name: Its name.
         is_numbered: Whether a number is added to the name if an open group has it.
+
+    Raises:
+        UsageError: The name is too long.
     """
+    if (nbytes := len(name.encode())) > MOST_NAME_NBYTES:
+        hint = "; give it a shorter one with name=" if is_numbered else ""
+        raise UsageError(
+            f"the name of a {type(group).__name__} must have at most {MOST_NAME_NBYTES} bytes, "
+            f"got {nbytes}: {name!r}{hint}"
+        )
     with _lock:
         taken, n, base = {other._name for other in open_groups()}, 1, name
         while is_numbered and name in taken:
