@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from concurrent.futures import Future
 
 import cloudpickle
@@ -26,6 +27,7 @@ from hosts import spread
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, Only, Route, TransferProtocol, register
+from bandmaster.callers import called
 from bandmaster.callers.called import CalledGroup
 from bandmaster.callers.circles import OpenChains, Wait, Waiting
 from bandmaster.callers.passed import FarCalls, PassedCalls
@@ -658,6 +660,23 @@ def test_a_worker_waits_for_a_rank_that_has_much_to_do(make_group, tmp_path, mon
     (tmp_path / "gate").touch()
     assert asked.result(DEADLINE) == [(0, "aa")]
     assert busy.result(DEADLINE) == [None] and others[-1].result(DEADLINE) == [(0, 0)]
+
+
+def test_what_a_worker_waits_for_is_told_while_another_thread_is_given_a_group():
+    """The thread that tells of it met a change of what it was looking at, and told nothing of the event loop either."""
+    given = []
+
+    def be_given_another(frame, *_):
+        if frame.f_code.co_filename == weakref.__file__:
+            given.append(called._one_of(("a group", len(given)), Future))
+
+    be_given_another(types.SimpleNamespace(f_code=weakref.WeakValueDictionary.values.__code__))
+    sys.setprofile(be_given_another)
+    try:
+        assert called._told_of_calls() == ""
+    finally:
+        sys.setprofile(None)
+    assert len(given) > 1
 
 
 CLOSES = """

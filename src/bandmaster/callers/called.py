@@ -235,12 +235,13 @@ class CalledGroup:
 def _told_of_calls() -> str:
     """The calls of this worker to other groups that have not ended, a line for each method of a group."""
     ranks: dict[tuple[str, str], set[int]] = {}
-    for group in list(_known.values()):
+    known = _known.valuerefs()  # in one step, as another thread may be given a group
+    for group in [one for reference in known if (one := reference()) is not None]:
         for name in ("_submitter", "_relay"):
             made = group.__dict__.get(name)
             for request in made.work.unanswered() if made is not None else ():
-                known = ranks.setdefault((request.site.method, group.name), set())
-                known.update(request.missing if name == "_submitter" else ())
+                found = ranks.setdefault((request.site.method, group.name), set())
+                found.update(request.missing if name == "_submitter" else ())
     lines = []
     for (method, name), found in ranks.items():
         where = f", rank {', '.join(map(str, sorted(found)))}" if found else ""
