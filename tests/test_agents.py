@@ -279,7 +279,6 @@ ENDED_WHILE_IT_STARTS = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 
@@ -312,7 +311,6 @@ def test_the_ranks_of_a_group_that_is_ended_while_they_start_are_ended():
 REPLACED_WHILE_A_REQUEST_WAITS = """
 from concurrent.futures import Future
 from types import SimpleNamespace
-from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import FrameKind, Message
@@ -361,7 +359,6 @@ LET_GO_ON_EARLY = """
 from types import SimpleNamespace
 from bandmaster.contract import Reply, Ticket
 from bandmaster.errors.failure import Failure
-from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import FrameKind, Message
@@ -416,7 +413,6 @@ def test_an_agent_forgets_calls_that_have_failed_while_nobody_waited(group):
 STOPPED_WHILE_ROWS_WAIT_FOR_OTHERS = """
 from types import SimpleNamespace
 from bandmaster.contract import Reply, RowFacts, Ticket
-from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import FrameKind, Message
@@ -465,7 +461,6 @@ def test_the_controller_learns_of_rows_whose_group_ends_before_the_other_ranks_h
 
 TOLD_BY_WAY_OF_A_HOST_THAT_IS_LOST = """
 from types import SimpleNamespace
-from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 
@@ -502,7 +497,6 @@ REPLACED_TWICE_AT_ONCE = """
 import threading
 from types import SimpleNamespace
 from bandmaster.errors import ClosedError
-from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 
@@ -545,7 +539,6 @@ GROUPS_REPLACED_AT_ONCE = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 
@@ -573,7 +566,7 @@ TAKEN_BY_ANOTHER_THREAD = """
 import os, threading, time
 from types import SimpleNamespace
 from bandmaster.contract import Reply
-from bandmaster.hosts import agent, handshake, links
+from bandmaster.hosts import agent
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import FrameKind, Purpose, connect
 from bandmaster.wire.client import MessageTicket
@@ -770,7 +763,6 @@ def test_an_agent_without_descriptors_accepts_connections_when_it_has_some(group
 ROWS_WANTED = """
 from concurrent.futures import Future
 from types import SimpleNamespace
-from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.rows import Fetch
@@ -806,7 +798,6 @@ ROWS_OF_A_STOPPED_GROUP = """
 from concurrent.futures import Future
 from types import SimpleNamespace
 from bandmaster.errors import ClosedError
-from bandmaster.hosts import agent, handshake, links
 from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.rows import Fetch
@@ -1139,7 +1130,7 @@ TREES_AT_ONCE = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from bandmaster.hosts import agent, handshake, links
+from bandmaster.hosts import agent
 from bandmaster.hosts.handshake import Secret
 
 def connect(*args):
@@ -1167,7 +1158,7 @@ def test_groups_that_form_trees_at_once_share_the_link_between_two_agents_on_whi
 ENDED_AS_ITS_GROUP_STARTS = """
 from types import SimpleNamespace
 from bandmaster.errors import PlacementError
-from bandmaster.hosts import agent, handshake, links
+from bandmaster.hosts import agent
 from bandmaster.hosts.handshake import Secret
 
 def group(name):
