@@ -389,8 +389,8 @@ class StatusPage:
     def _tell(self) -> None:
         """Write the stacks each time that the thread which runs this is asked.
 
-        Python code of other threads stands still while it reads their frames; faulthandler, which also writes where C
-        code holds the GIL, would read frames that are just being made, and crash.
+        It reads frames as Python code does, which meets none that is half made; faulthandler, which also writes where
+        C code holds the GIL, may meet one, and crash.
         """
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # of this thread alone
         self.words[TELLER] = threading.get_native_id()
