@@ -1,6 +1,7 @@
 """Streams of requests: the items that one replica makes, its place until they end, and the ends that there are."""
 
 import asyncio
+import contextlib
 import copy
 import gc
 import os
@@ -64,6 +65,14 @@ class Speaker(bm.Worker):
                 yield Unreadable()
         finally:
             self.n_ended += 1
+
+    @register(Dispatch.REQUEST, concurrency=PLACES)
+    async def outstay(self, gate):
+        """Stay until the gate opens, whatever is cancelled."""
+        yield "first"
+        while not os.path.exists(gate):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.001)
 
     @register(Dispatch.REQUEST, concurrency=PLACES)
     async def ticks(self, n):
@@ -492,6 +501,15 @@ def _be_late(group):
     if has_processes(group):
         assert "in wait" in str(late.value) and "another task" in str(late.value)
         assert "item_stream" not in str(late.value) and str(late.value).count("another task") == 1
+
+
+def test_a_wait_for_an_item_of_a_cancelled_stream_that_does_not_stop_advises_what_can_be_done(group, gate):
+    stream = group.outstay.options(timeout=0.1).stream(gate)
+    assert next(stream) == "first"
+    group.cancel()
+    with pytest.raises(bm.CallTimeout, match="the stream was closed; iterate over a new one") as late:
+        next(stream)
+    assert late.value.future is None and "error.future" not in str(late.value)
 
 
 def _be_late_in_a_loop(group):

@@ -93,7 +93,7 @@ class GeneratorRequest(Request):
 
     def late(self, timeout_s: float, what: str = "has not ended on", what_next: str = "") -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``, by default for the end of the generator."""
-        if self.is_cancelled or not self.replicas:
+        if not self.replicas or (self.is_cancelled and not what_next):
             return super().late(timeout_s)
         what_next = what_next or f"a stream of group {self.site.group!r} is open; read it to its end, or close it"
         what = f"{what} rank {', '.join(map(str, self.missing))}"
