@@ -23,7 +23,7 @@ from bandmaster.rows.kept import KeptRows
 from bandmaster.rows.table import Table
 
 _log = logging.getLogger(__name__)
-STACKS_WITHIN_S = 1.2  # more than `bandmaster.wire.status_page` may take
+STACKS_WITHIN_S = 1.7  # more than the stacks of a call may take, of ranks on other hosts, too
 LOOK_AROUND_S = 0.5  # another thread may cancel a call while this one waits for what the call needs
 MOST_CALLS = 4  # described in the notes of a KeyboardInterrupt
 
@@ -347,7 +347,7 @@ def late(result: Result, timeout_s: float, why: str, can_be_cancelled: bool = Tr
 def note_calls(error: KeyboardInterrupt, results: Sequence[Result]) -> None:
     """Add notes to a KeyboardInterrupt that name the interrupted calls and show the stacks of their ranks.
 
-    Returns within 1.2 s, even if a rank does not show its stack. Another Ctrl-C ends it at once. Does nothing
+    Returns within two seconds, even if a rank does not show its stack. Another Ctrl-C ends it at once. Does nothing
     on Python 3.10, whose exceptions have no notes.
 
     Args:
