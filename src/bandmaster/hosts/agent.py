@@ -28,7 +28,7 @@ from bandmaster.errors.failure import Failure
 from bandmaster.hosts.handshake import Refused, Secret, welcome
 from bandmaster.hosts.link import NO_ANSWER, Address, FrameKind, Link, Message, Purpose, connect, in_memory
 from bandmaster.hosts.ranks import HostRanks, WorkersHere
-from bandmaster.hosts.rows import Fetch, RowLinks, RowStore, StoredRows, serve_rows
+from bandmaster.hosts.rows import Fetch, RowKey, RowLinks, RowStore, StoredRows, serve_rows
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.settings import host_timeout_s
 from bandmaster.rows.table import contains
@@ -378,24 +378,21 @@ class AgentServer:
                 "see `bandmaster doctor --ray`"
             ) from error
 
-    def stop(self, name: str, why: str) -> None:
-        """End the part of a group."""
+    def stop(self, name: str, why: str) -> Sequence[RowKey]:
+        """End the part of a group. Returns the keys of its rows here: the replies that tell of some may be lost."""
         with self._lock:
             self._stopped[name] = why  # first: a rank may be about to start
             self._replacing.pop(name, None)
             self._last_replacement.pop(name, None)
-            ranks = self.groups.get(name)
-            if ranks is not None:
-                ranks.hurry()
-                self._tell()
-                del self.groups[name]
-                if ranks.workers.arrivals is not None:
-                    self._poller.ignore(ranks.workers.arrivals)
+            ranks = self.groups.pop(name, None)
+            if ranks is not None and ranks.workers.arrivals is not None:
+                self._poller.ignore(ranks.workers.arrivals)
         if ranks is not None:
             ranks.workers.stop(why)
         with self._lock:
             self._tell()  # callers on other hosts
-            self._called = {key: ranks for key, ranks in self._called.items() if key[1] != name}
+            self._called = {key: called for key, called in self._called.items() if key[1] != name}
+        return list(ranks.made) if ranks is not None else []
 
     def end(self) -> None:
         """End all that was started on this host."""

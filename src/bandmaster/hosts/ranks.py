@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 from bandmaster.codec import Payload, encode
 from bandmaster.contract import Kept, KeptCopy, Reply, Ticket, WorkerCall, Workers
 from bandmaster.errors import RowsLost
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.link import Link, Message
-from bandmaster.hosts.rows import RowStore, StoredRows
+from bandmaster.hosts.rows import RowKey, RowStore, StoredRows
 from bandmaster.wire.client import RequestTicket
 from bandmaster.wire.messages import (
     CallContent,
@@ -92,6 +93,7 @@ class HostRanks:
         home: The connection that calls come by, and replies go back by; None for that of the controller.
         below: The connections to agents that calls for all hosts are passed on to.
         n_below: The number of ranks that these have, and those below them.
+        made: The rows that the ranks have left here and that are not released.
 
     Args:
         workers: The workers.
@@ -106,6 +108,7 @@ class HostRanks:
         self.home: Link | None = None
         self.below: list[Link] = []
         self.n_below = 0
+        self.made: WeakValueDictionary[RowKey, Kept] = WeakValueDictionary()
         self._queue: deque[_Queued] = deque()  # calls that wait for rows, and what is behind them
         self._open: dict[int, dict[int, Any]] = {rank: {} for rank in ranks}  # tickets by rank and number
         self._n_missing: dict[int, int] = {}  # by number of the call: the replies that are still to come
@@ -289,16 +292,13 @@ class HostRanks:
         else:
             kind, content, large = ReplyKind.ROWS, ((number, rank), inline(_described(outcome))), {}
             self._store[number, rank] = StoredRows(outcome)
+            self.made[number, rank] = outcome
         if isinstance(outcome, Failure) and not (ticket.is_dropped or isinstance(ticket, RequestTicket)):
             self._failed[rank] = number, ticket
             if (rank, number) in self._resumed:  # its reply was not waited for: what passes it on was lost
                 self._resumed.remove((rank, number))
                 self.workers.resume({rank: ticket})
         return reply_message(number, kind, content, ticket.times and ticket.times[0])[4:], large
-
-    def hurry(self) -> None:
-        """Tell all replies at once: the controller has to know of rows that are here, to release them."""
-        self._since = 0.0
 
     @property
     def has_news(self) -> bool:

@@ -491,9 +491,12 @@ class AgentWorkers(Client):
                 self._why_stopped = why
                 self.take_deaths({rank: Failure(FailureKind.DIED, why) for rank in range(len(self.agents))})
             hosts = [agent for agent in self.hosts if self.name in agent.groups]  # all, unless Ctrl-C has come between
-        self._settle([self._ask(agent, AgentServer.stop, why) for agent in hosts])
+        asked = [self._ask(agent, AgentServer.stop, why) for agent in hosts]
+        self._settle(asked)
         with self.lock:
-            for agent in hosts:
+            for agent, ticket in zip(hosts, asked, strict=True):
+                if agent.lost is None:
+                    agent.released.extend(key for key in ticket.outcome if key not in agent.kept)
                 agent.groups.pop(self.name, None)
 
 
