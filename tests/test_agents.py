@@ -1090,6 +1090,12 @@ class Odd(Maker):
             suspend(pid)
         return rows
 
+    @register(Dispatch.REQUEST, is_idempotent=True, concurrency=2)
+    async def stay_until(self, path):
+        while not path.exists():
+            await asyncio.sleep(0.05)
+        return self.rank
+
     @register(Dispatch.REQUEST)
     async def stored_here(self):
         return list(server_here()._store)
@@ -1263,6 +1269,16 @@ def test_rows_whose_replies_were_lost_with_a_host_that_passes_them_on_end_with_t
             made.result(30)
         group.restart()
         until(lambda: not stored_here().result(30))
+
+
+def test_requests_that_a_lost_host_has_passed_on_are_sent_again(tmp_path):
+    with group_in_a_tree("hosts-to-lose") as group:
+        relay = group.process()[2]
+        asked = [group.stay_until.options(retries=1)(tmp_path / "end") for _ in range(11)]
+        os.kill(relay, signal.SIGKILL)
+        until(lambda: not group.healthy)
+        (tmp_path / "end").touch()
+        assert 2 not in {request.result(30) for request in asked}
 
 
 def test_no_message_overtakes_one_that_is_passed_on_as_another_host_is_lost():

@@ -330,7 +330,7 @@ class AgentWorkers(Client):
         below = {other for other, relay in self._relay_of.items() if relay is agent}
         words = f"its reply was lost with host {agent.host}, which passes calls on to its host"
         for rank in [rank for rank, other in enumerate(self.agents) if other in below]:
-            self._fail_open(rank, Failure(FailureKind.CANCELLED, words))
+            self._fail_open(rank, Failure(FailureKind.DIED, words))
         # Others are sent the next messages directly, so that the next host that is lost does not take them along, but
         # not those that may still be passed on what was sent before.
         self._relays = ()
