@@ -731,6 +731,24 @@ def test_a_call_before_which_another_thread_submits_one_that_waits_has_its_own_a
     assert three.log()[0][-2].tolist() == [1, 1, 1], "as it was when the call was submitted"
 
 
+@pytest.mark.backends("local")
+@pytest.mark.parametrize("settled", ["parent", "other"])
+def test_a_callback_comes_though_another_thread_settles_an_operation_just_as_it_is_added(settled, two, gate):
+    one = two.make_when.submit(np.arange(6), str(gate))[:4]
+    other = one[:2]
+    called = threading.Event()
+
+    def settle():
+        gate.touch()
+        (one if settled == "parent" else other).result()
+
+    with done_when(
+        lambda frame, kind, _: kind == "call" and frame.f_code is Derived.drive_in_background.__code__, settle
+    ):
+        other.add_done_callback(lambda _: called.set())
+    assert called.wait(60)
+
+
 @without_waiting
 def test_rows_that_are_released_as_another_thread_reads_them_are_lost(two, gate):
     rows = two.read_when.submit(np.arange(6), str(gate))

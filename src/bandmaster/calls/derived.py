@@ -68,6 +68,7 @@ class Derived(Result):
             awaited = [future for operation in self._open_operations() for future in operation._calls()]
             for future in dict.fromkeys(awaited):
                 future.add_done_callback(self._look)
+            self.wait(0)  # another thread may have ended the last of its operations meanwhile
 
     def _look(self, _: object) -> None:
         if self.wait(0):
