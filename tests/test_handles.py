@@ -25,6 +25,7 @@ from tensordict import TensorDict
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register
 from bandmaster.calls.derived import Derived
+from bandmaster.calls.future import Claim
 from bandmaster.calls.submission import Submitter
 from bandmaster.flow.stream import Stream
 from bandmaster.rows.kept import KeptPart
@@ -705,6 +706,28 @@ def test_calls_get_the_rows_that_were_released_after_their_submission(n_times, t
     assert sorted(number for value in values for number in value.result()["id"]) == list(range(6))
     with pytest.raises(bm.RowsLost, match="were released"):
         three.who(there)
+
+
+@pytest.mark.backends("local")
+def test_calls_that_two_threads_submit_at_a_time_both_get_rows_that_are_released_then(two, three, gate):
+    rows, late = (two.make_when.submit(np.arange(6), f"{gate}{n}") for n in range(2))
+    both = []
+
+    def submit():
+        other = threading.Thread(target=lambda: both.append(three.sharing.submit(rows, late)))
+        other.start()
+        other.join(60)
+
+    with rows, done_when(lambda frame, kind, _: frame.f_code is Claim.__init__.__code__, submit):
+        one = two.who.submit(rows)
+    Path(f"{gate}0").touch()
+    until = idle_time() + 20
+    while "waiting for the rows" in repr(one):
+        assert idle_time() < until
+        time.sleep(0.01)  # polling the thread that sends what nobody waits for
+    Path(f"{gate}1").touch()
+    assert one.result(timeout=20)["id"].tolist() == list(range(6))
+    assert [sizes for *sizes, _ in both[0].result(timeout=20)] == [[2, 2]] * 3
 
 
 @without_waiting

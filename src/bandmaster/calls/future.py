@@ -245,8 +245,8 @@ class Future(Handle, Generic[T]):
 
     def _claims(self) -> list[Claim]:
         """The claims whose holder keeps `release` from freeing the rows, and the rows from which they are derived."""
-        self._claim = self._claim or Claim()
-        return [self._claim, *(claim for one in self._claims_on_parents if (claim := one()) is not None)]
+        own: Claim = self.__dict__.setdefault("_claim", Claim())  # one, also if two threads make the first at a time
+        return [own, *(claim for one in self._claims_on_parents if (claim := one()) is not None)]
 
     def __enter__(self) -> Self:
         return self
