@@ -28,6 +28,7 @@ from bandmaster.calls.derived import Derived
 from bandmaster.calls.future import Claim
 from bandmaster.calls.submission import Submitter
 from bandmaster.flow.stream import Stream
+from bandmaster.requests.map import MapFeed
 from bandmaster.rows.kept import KeptPart
 
 SMALL, LARGE = 2, 30_000  # columns: of rows that come with the reply, and of rows that stay
@@ -792,12 +793,14 @@ def test_rows_that_are_released_as_another_thread_reads_them_are_lost(two, gate)
 
 
 @pytest.mark.backends("inprocess", "local")
-@pytest.mark.parametrize("looked_up, is_whole", [(KeptPart.kept.fget, True), (Derived.table, False)])
-def test_rows_that_are_released_just_as_they_are_found_are_read_or_lost(two, looked_up, is_whole):
-    rows = two.make.submit(np.arange(6), LARGE)
-    some = rows[:2]
-    bm.wait([some])
-    released = rows if is_whole else some
+@pytest.mark.parametrize(
+    "looked_up, way", [(KeptPart.kept.fget, "call"), (MapFeed.table, "map"), (Derived.table, "derived")]
+)
+def test_rows_that_are_released_just_as_they_are_found_are_read_or_lost(two, looked_up, way, gate):
+    gate.touch()
+    rows = WAYS_TO_MAKE[way](two, str(gate))
+    ids = rows.result()["id"].tolist()
+    assert len(rows) == 6
     n_lines = 0
 
     def at_line(frame, event, _):
@@ -805,18 +808,18 @@ def test_rows_that_are_released_just_as_they_are_found_are_read_or_lost(two, loo
         n_lines += event == "line"
         if n_lines == 2 and event == "line":  # as another thread could do between any two
             sys.settrace(None)
-            released.release()
+            rows.release()
         return at_line
 
     sys.settrace(lambda frame, *_: at_line if frame.f_code is looked_up.__code__ else None)
     try:
         with contextlib.suppress(bm.RowsLost):
-            assert some.result()["id"].tolist() == [0, 1]
+            assert rows[:2].result()["id"].tolist() == ids[:2]
     finally:
         sys.settrace(None)
     assert n_lines >= 2
     with pytest.raises(bm.RowsLost, match="were released"):
-        released.result()
+        rows.result()
 
 
 @without_waiting

@@ -321,9 +321,10 @@ class MapFeed(Feed):
 
     def table(self) -> Table:
         """The rows, in the order of the batch; all chunks are done, without an error."""
-        if self._table is None:
-            self._table = stacked(self._values or (), self.site.method)
-        return self._table
+        table = self._table  # once, as another thread may release them
+        if table is None:
+            table = self._table = stacked(self._values or (), self.site.method)
+        return table
 
     def _brought(self, deadline: Deadline) -> Done:
         try:
