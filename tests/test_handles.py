@@ -29,7 +29,7 @@ from bandmaster.calls.future import Claim
 from bandmaster.calls.submission import Submitter
 from bandmaster.flow.stream import Stream
 from bandmaster.requests.map import MapFeed
-from bandmaster.rows.kept import KeptPart
+from bandmaster.rows.kept import KeptPart, held_by
 
 SMALL, LARGE = 2, 30_000  # columns: of rows that come with the reply, and of rows that stay
 
@@ -639,6 +639,28 @@ def test_who_holds_how_many_bytes_is_shown(groups):
     part.release()
     del part
     assert held(four) == ["-"] * 4
+
+
+@pytest.mark.backends("inprocess")
+def test_rows_that_are_held_are_counted_though_other_threads_keep_more_meanwhile(two):
+    rows, more = made(two, 8), []
+    assert len(rows) == 8
+
+    def at_line(frame, event, _):
+        sys.settrace(None)
+        more.append(KeptPart("Rows.make", 0, None, two._ownership.workers()))  # as another thread could do
+        sys.settrace(trace)
+        return at_line
+
+    def trace(frame, *_):
+        return at_line if frame.f_code in (held_by.__code__, weakref.WeakSet.__iter__.__code__) else None
+
+    sys.settrace(trace)
+    try:
+        assert "Rows" in two.describe()
+    finally:
+        sys.settrace(None)
+    assert more
 
 
 without_waiting = pytest.mark.backends("local", "ray")

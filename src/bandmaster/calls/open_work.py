@@ -38,6 +38,7 @@ from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.forks import free_in_forks, in_forks
 from bandmaster.platform.locks import SigintSafeLock
+from bandmaster.platform.weak import living
 
 FOREVER = Deadline(None)
 MANY = 64  # open calls; with more of them, each new call checks whether the oldest is over
@@ -305,8 +306,7 @@ class OpenWork:
         with _LOCK:
             waiting = [call for call in reversed(self.waiting) if is_meant(call.site)]
         n_cancelled = sum([call.cancel() for call in waiting])  # the last one first, so that none is sent meanwhile
-        in_parts = [call for reference in self._in_parts.valuerefs() if (call := reference()) is not None]
-        in_parts = [call for call in in_parts if is_meant(call.site) and not call.is_ended]
+        in_parts = [call for call in living(self._in_parts.valuerefs()) if is_meant(call.site) and not call.is_ended]
         n_cancelled += sum([call.cancel() for call in in_parts if not call.are_requests])
         as_one = set()
         for sent in self._unfinished():

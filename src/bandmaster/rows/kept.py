@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Kept, KeptCopy, RowFacts, Workers
@@ -15,10 +15,11 @@ from bandmaster.errors import BatchError, CallTimeout, ResourceError, RowsLost
 from bandmaster.plan.columns import Schema
 from bandmaster.plan.rows import RealRows
 from bandmaster.platform.deadline import Deadline
+from bandmaster.platform.weak import living
 from bandmaster.rows.table import Table, table_of, take
 
 STILL_COMING = "wait for them again with error.future.result()"
-_living: WeakSet[KeptPart] = WeakSet()  # parts whose rows may lie where they were made
+_living: WeakKeyDictionary[KeptPart, None] = WeakKeyDictionary()  # parts whose rows may lie where they were made
 
 
 def released_rows(method: str, on: str = "") -> RowsLost:
@@ -80,7 +81,7 @@ class KeptPart:
             self._kept.origin = self.origin
         self._placed: WeakKeyDictionary[Workers, Any] | None = None
         if not self.is_here and workers is not None:
-            _living.add(self)
+            _living[self] = None
 
     @property
     def kept(self) -> Kept:
@@ -138,7 +139,7 @@ class KeptPart:
 def held_by(workers: Workers) -> dict[int, int]:
     """Bytes of rows that each rank has made and that futures hold, without those that came with the replies."""
     held: dict[int, int] = {}
-    for part in list(_living):
+    for part in living(_living.keyrefs()):
         kept = part._kept
         if kept is not None and part.origin.workers is workers and kept.facts is not None:
             rank = part.origin.rank or 0
