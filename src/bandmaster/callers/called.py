@@ -23,6 +23,7 @@ from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import replicas
 from bandmaster.plan.transfer import Only, Route, TransferProtocol
 from bandmaster.platform.forks import free_in_forks, n_forks
+from bandmaster.platform.weak import living
 from bandmaster.requests.arguments import Beside
 from bandmaster.requests.future import RequestFuture
 from bandmaster.requests.method import RequestMethod
@@ -235,8 +236,7 @@ class CalledGroup:
 def _told_of_calls() -> str:
     """The calls of this worker to other groups that have not ended, a line for each method of a group."""
     ranks: dict[tuple[str, str], set[int]] = {}
-    known = _known.valuerefs()  # in one step, as another thread may be given a group
-    for group in [one for reference in known if (one := reference()) is not None]:
+    for group in living(_known.valuerefs()):
         for name in ("_submitter", "_relay"):
             made = group.__dict__.get(name)
             for request in made.work.unanswered() if made is not None else ():

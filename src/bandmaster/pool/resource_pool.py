@@ -16,6 +16,7 @@ from bandmaster.errors import ClosedError, PlacementError, UsageError
 from bandmaster.plan.placement import STRATEGIES, Request, node_choices
 from bandmaster.plan.render import html_table
 from bandmaster.platform.forks import n_forks
+from bandmaster.platform.weak import living
 from bandmaster.pool.checks import (
     check_count,
     checked_amount,
@@ -35,7 +36,7 @@ _pools: weakref.WeakKeyDictionary[ResourcePool, int] = weakref.WeakKeyDictionary
 
 def open_pools() -> list[ResourcePool]:
     """The pools that this process has made and whose slots are not all released."""
-    made = [pool for pool, made_in in list(_pools.items()) if made_in == n_forks()]
+    made = [pool for pool in living(_pools.keyrefs()) if _pools[pool] == n_forks()]
     return [pool for pool in made if not all(part.lease.is_closed for part in pool._parts)]
 
 

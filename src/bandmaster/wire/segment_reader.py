@@ -21,6 +21,7 @@ from bandmaster.codec import Payload
 from bandmaster.platform.mapped_file import MappedFile
 from bandmaster.platform.proc import descriptors
 from bandmaster.platform.reference_queue import ReferenceQueue
+from bandmaster.platform.weak import living
 from bandmaster.wire.messages import KeptElsewhere
 
 ALIGNMENT = 64  # of every chunk, so that arrays are aligned for any instruction
@@ -145,7 +146,7 @@ class SegmentReader:
         self._files: dict[int, MappedFile | KeptFile] = {}
         self._were_forked: set[int] = set()  # segments that a fork of this process may read
         self._were_read: set[int] = set()
-        _readers.add(self)
+        _readers[self] = None
 
     def attach(self, number: int, fd: int, nbytes: int, is_kept: bool) -> None:
         """Map a segment that this reader has not mapped yet; ``fd`` is closed. A kept one is held by its descriptor."""
@@ -198,11 +199,11 @@ class SegmentReader:
         self.forget(list(self._files))
 
 
-_readers: weakref.WeakSet[SegmentReader] = weakref.WeakSet()
+_readers: weakref.WeakKeyDictionary[SegmentReader, None] = weakref.WeakKeyDictionary()
 
 
 def _note_fork() -> None:
-    for reader in list(_readers):
+    for reader in living(_readers.keyrefs()):
         reader.note_fork()
 
 
