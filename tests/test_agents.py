@@ -50,6 +50,7 @@ from bandmaster.hosts.workers import AgentWorkers, FarRows
 from bandmaster.platform.limits import cannot_start, start_thread
 from bandmaster.testing import BackendContract
 from bandmaster.testing.simulated_hosts import SimulatedHosts
+from bandmaster.wire.client import MessageTicket
 from bandmaster.wire.messages import Closed
 from bandmaster.wire.poller import Poller
 from bandmaster.wire.segments import SegmentWriter
@@ -841,6 +842,19 @@ def test_every_host_with_a_copy_of_rows_is_told_of_their_release():
             rows.fetch_to(host, range(3))
         del rows
         assert [list(host.released) for host in hosts] == [[(7, 0)]] * 3
+
+
+def test_rows_whose_reply_is_lost_with_the_host_that_passes_it_on_are_released():
+    mine, theirs = link_pair()
+    links = AgentLinks()
+    with contextlib.closing(links), contextlib.closing(mine), contextlib.closing(theirs):
+        relay, below = hosts = [Agent(mine, n, f"host{n}", ("127.0.0.1", n), 0) for n in range(2)]
+        workers = AgentWorkers("group", links, hosts)
+        workers._relay_of = {below: relay}
+        for number, tickets in ((7, workers._open), (8, workers._requests)):
+            tickets[1][number] = MessageTicket(number)
+        workers.host_is_lost(relay, "cut off")
+        assert sorted(below.released) == [(7, 1), (8, 1)]
 
 
 def test_a_connection_for_rows_ends_before_the_other_host_takes_this_one_for_gone(group, monkeypatch):

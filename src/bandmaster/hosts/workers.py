@@ -330,6 +330,8 @@ class AgentWorkers(Client):
         below = {other for other, relay in self._relay_of.items() if relay is agent}
         words = f"its reply was lost with host {agent.host}, which passes calls on to its host"
         for rank in [rank for rank, other in enumerate(self.agents) if other in below]:
+            # Rows of these replies may be there; a reply that is still to come says so, and is released as it comes.
+            self.agents[rank].released += [(number, rank) for number in (*self._open[rank], *self._requests[rank])]
             self._fail_open(rank, Failure(FailureKind.DIED, words))
         # Others are sent the next messages directly, so that the next host that is lost does not take them along, but
         # not those that may still be passed on what was sent before.
@@ -496,7 +498,7 @@ class AgentWorkers(Client):
         with self.lock:
             for agent, ticket in zip(hosts, asked, strict=True):
                 if agent.lost is None:
-                    agent.released.extend(key for key in ticket.outcome if key not in agent.kept)
+                    agent.released.extend(key for key in ticket.outcome or () if key not in agent.kept)
                 agent.groups.pop(self.name, None)
 
 
