@@ -1,4 +1,4 @@
-"""Ctrl-C at chosen steps of the library."""
+"""Ctrl-C at chosen steps of the library, and pauses for other threads."""
 
 import contextlib
 import gc
@@ -67,3 +67,20 @@ def interrupted_when(is_now):
     """Ctrl-C is pressed so, and ends the block."""
     with pytest.raises(KeyboardInterrupt), pressed_when(is_now):
         yield
+
+
+def called_with_a_pause(function, n, pause, file="feed.py"):
+    """Call a function, with a pause for other threads before the n-th line of a file of the library's."""
+
+    def trace(frame, event, arg):
+        nonlocal n
+        n -= event == "line"
+        if n == 0 and event == "line":
+            pause()
+        return trace if frame.f_code.co_filename.endswith(file) else None
+
+    sys.settrace(trace)
+    try:
+        return function()
+    finally:
+        sys.settrace(None)

@@ -5,7 +5,6 @@ import gc
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -15,12 +14,13 @@ from functools import partial
 import numpy as np
 import pytest
 from clock import idle_time
-from ctrl_c import pressed
+from ctrl_c import called_with_a_pause, done_when, pressed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bandmaster as bm
 from bandmaster import Broadcast, Dispatch, Only, Route, TransferProtocol, register
+from bandmaster.calls.derived import Derived
 from bandmaster.requests.map import MapFeed
 from bandmaster.requests.router import Router
 
@@ -746,23 +746,6 @@ def test_ctrl_c_in_a_wait_for_the_whole_loses_no_value(group):
     assert n > 5
 
 
-def called_with_a_pause(function, n, pause):
-    """Call a function that begins or ends a map, with a pause for other threads before the n-th line of feeds."""
-
-    def trace(frame, event, arg):
-        nonlocal n
-        n -= event == "line"
-        if n == 0 and event == "line":
-            pause()
-        return trace if frame.f_code.co_filename.endswith("feed.py") else None
-
-    sys.settrace(trace)
-    try:
-        return function()
-    finally:
-        sys.settrace(None)
-
-
 def started(thread):
     """Start a thread, and let it come to its end, or to a lock of this one."""
     thread.start()
@@ -783,6 +766,44 @@ def test_a_callback_of_rows_of_a_map_is_called_though_it_was_added_in_the_midst_
                 break
             adding.join(DEADLINE)
             assert called.wait(DEADLINE), n
+        assert n > 5
+
+
+@pytest.mark.backends("inprocess")
+def test_a_callback_of_rows_is_called_though_another_thread_made_these_as_it_was_added(backend, tmp_path):
+    def is_about_to_drive(frame, kind, _):
+        return kind == "call" and frame.f_code is Derived.drive_in_background.__code__
+
+    with bm.ResourcePool([1], backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Rows)
+        for n in range(1, 1000):
+            gate = tmp_path / str(n)
+            whole = group.hold.map([0], str(gate), chunk=1).future
+            rows = whole[:1]
+            called, paused, go_on = threading.Event(), threading.Event(), threading.Event()
+
+            def add(rows=rows, called=called, paused=paused, go_on=go_on):
+                with done_when(is_about_to_drive, lambda: paused.set() or go_on.wait(DEADLINE)):
+                    rows.add_done_callback(lambda _: called.set())
+
+            adding = threading.Thread(target=add)
+            adding.start()
+            assert paused.wait(DEADLINE)
+            gate.touch()
+            whole.result(DEADLINE)
+            has_paused = threading.Event()
+
+            def pause(adding=adding, go_on=go_on, has_paused=has_paused):
+                has_paused.set()
+                go_on.set()
+                adding.join(0.1)  # it may wait for a lock of this thread
+
+            called_with_a_pause(rows.result, n, pause, "derived.py")
+            go_on.set()
+            adding.join(DEADLINE)
+            assert called.wait(DEADLINE), n
+            if not has_paused.is_set():
+                break
         assert n > 5
 
 

@@ -126,9 +126,8 @@ class Derived(Result):
                     self._made = None
             except Exception as error:
                 done = Done(error)
-            self.parents = ()  # so that a chain of handles does not keep all its ancestors
-            self.done = done  # last: after Ctrl-C, the table is made again
-            self._make = None
+            self.done = done  # before the others, which say the same: after Ctrl-C, the table is made again
+            self.parents, self._make = (), None  # so that a chain of handles does not keep all its ancestors
 
 
 class PutRows(Derived):
