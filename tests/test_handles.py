@@ -844,6 +844,31 @@ def test_rows_that_are_released_just_as_they_are_found_are_read_or_lost(two, loo
         rows.result()
 
 
+@pytest.mark.backends("inprocess")
+def test_rows_that_are_released_just_as_another_thread_passes_them_on_are_taken_or_lost(two):
+    for n in range(1, 1000):
+        rows, left = two.make.submit(np.arange(6), SMALL), n
+        two.echo.submit(rows).result()
+
+        def at_instruction(frame, event, _, rows=rows):
+            nonlocal left
+            frame.f_trace_opcodes = True
+            left -= event == "opcode"
+            if left == 0 and event == "opcode":  # as another thread could do between any two
+                rows.release()
+            return at_instruction
+
+        sys.settrace(lambda frame, *_, at=at_instruction: at if frame.f_code is KeptPart.placed.__code__ else None)
+        try:
+            with contextlib.suppress(bm.RowsLost):
+                assert two.echo.submit(rows).result()["id"].tolist() == list(range(6))
+        finally:
+            sys.settrace(None)
+        if left > 0:
+            break
+    assert n > 10
+
+
 @without_waiting
 def test_a_failed_call_whose_rows_were_released_keeps_nothing_of_the_program(two, three, gate):
     def use():

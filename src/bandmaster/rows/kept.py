@@ -104,7 +104,9 @@ class KeptPart:
             RowsLost: The rows were released.
             ResourceError: There is no memory or no descriptor for them.
         """
-        known = self._placed = WeakKeyDictionary() if self._placed is None else self._placed
+        known = self._placed  # once, as another thread may release them
+        if known is None:
+            known = self._placed = WeakKeyDictionary()
         found = known.get(workers)
         if found is None:
             found = known[workers] = workers.put([self.kept])[0]
