@@ -16,12 +16,13 @@ import time
 import types
 import weakref
 from concurrent.futures import Future
+from functools import partial
 
 import cloudpickle
 import numpy as np
 import pytest
 from by_value import shown
-from ctrl_c import pressed
+from ctrl_c import called_with_a_pause, pressed
 from ends import wait_for
 from hosts import spread
 
@@ -30,6 +31,7 @@ from bandmaster import Dispatch, Mesh, Only, Route, TransferProtocol, register
 from bandmaster.callers import called
 from bandmaster.callers.called import CalledGroup
 from bandmaster.callers.circles import OpenChains, Wait, Waiting
+from bandmaster.callers.door import Door
 from bandmaster.callers.passed import FarCalls, PassedCalls
 from bandmaster.callers.reached import ReachedWorkers
 from bandmaster.codec import Payload, decode
@@ -1243,6 +1245,43 @@ def test_ctrl_c_as_a_group_that_was_given_away_is_closed_leaves_nothing(backend)
             if not was_pressed:
                 break
         assert n > 20
+
+
+@pytest.mark.backends("inprocess")
+def test_ctrl_c_as_a_group_is_given_away_leaves_nothing_once_it_is_closed(backend):
+    with bm.ResourcePool([1], backend=backend) as pool:
+        for n in range(1, 1000):
+            group = bm.WorkerGroup(pool, Rollout)
+            was_pressed = pressed(partial(pickle.dumps, group), n)
+            pickle.dumps(group)
+            group.close()
+            assert Door._open is None, n
+            if not was_pressed:
+                break
+        assert n > 5
+
+
+@pytest.mark.backends("inprocess")
+def test_a_group_that_is_closed_as_another_thread_gives_it_away_leaves_nothing(backend):
+    with bm.ResourcePool([1], backend=backend) as pool:
+        for n in range(1, 1000):
+            group = bm.WorkerGroup(pool, Rollout)
+            has_closed = []
+
+            def close(group=group, has_closed=has_closed):
+                closing = threading.Thread(target=group.close)
+                closing.start()
+                closing.join(0.1)  # it may wait for a lock of this thread
+                has_closed.append(closing)
+
+            with contextlib.suppress(bm.ClosedError):
+                called_with_a_pause(partial(pickle.dumps, group), n, close, "called.py")
+            if not has_closed:
+                group.close()
+                break
+            has_closed[0].join(DEADLINE)
+            assert Door._open is None, n
+        assert n > 5
 
 
 def test_a_fork_of_the_controller_does_not_hide_that_a_group_was_closed(own, is_in_process):

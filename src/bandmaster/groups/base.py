@@ -375,8 +375,9 @@ class AnyGroup(metaclass=ABCMeta):
 
         known = self.__dict__
         if "_key" not in known:
-            known["_key"] = f"{secrets.token_hex(8)}:{self._name}"
-            self._ownership.when_closed(partial(Door.take_back, self._key))
+            key = f"{secrets.token_hex(8)}:{self._name}"
+            self._ownership.when_closed(partial(Door.take_back, key))  # first: Ctrl-C may come
+            known.setdefault("_key", key)  # as other threads may pickle it, too
         work = self._submitter.work
         work.is_given = True
         work.read_in_background()
@@ -384,6 +385,8 @@ class AnyGroup(metaclass=ABCMeta):
         may_be_direct = self._submitter.gate is OPEN and any(map(is_direct, self._methods.values()))
         may_be_direct = known.setdefault("_is_direct", may_be_direct)  # unless a thread takes the first turn meanwhile
         reference = reference_to(given, self._key, self._submitter.prefix, may_be_direct)
+        if not self._ownership.is_open:  # another thread has closed it meanwhile
+            Door.take_back(self._key)
         return called_group, (reference, self._cls, self._mesh, dict(self._meshes))
 
     def __dir__(self) -> list[str]:
