@@ -1,12 +1,15 @@
 """Calls and requests that make no progress are noticed, and the notice names the guilty rank and where it is."""
 
 import asyncio
+import gc
 import logging
 import os
 import shlex
 import signal
+import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 from commands import MINE
@@ -17,6 +20,7 @@ from bandmaster import Dispatch, Execute, UsageError, register, rl
 from bandmaster.cli import main
 from bandmaster.contract import Signs
 from bandmaster.watching.calls import Life
+from bandmaster.watching.watch import watch
 
 DEADLINE = 30
 AFTER = 0.5
@@ -108,6 +112,43 @@ def noticed(ranks):
 
 
 pytestmark = pytest.mark.backends("local", "ray")
+
+
+@pytest.mark.backends("local")
+def test_a_group_that_is_collected_by_the_thread_that_watches_is_closed(backend, monkeypatch):
+    look, collected = watch._look, threading.Event()
+
+    def looked(n):
+        def collect(frame, kind, _):
+            nonlocal n
+            n -= 1
+            if n == 0:
+                gc.collect()
+                collected.set()
+
+        found = look()
+        if n > 0:
+            sys.setprofile(collect)
+        return found
+
+    with bm.ResourcePool([1], backend=backend) as pool:
+        for n in range(1, 12):
+            other, group = bm.WorkerGroup(pool, Ranks), bm.WorkerGroup(pool, Ranks)
+            gc.disable()
+            try:
+                group.itself = group  # so that only a collection finds that nobody has it
+                ownership = group._ownership
+                del group
+                collected.clear()
+                monkeypatch.setattr(watch, "_look", partial(looked, n))
+                assert collected.wait(DEADLINE)
+                monkeypatch.setattr(watch, "_look", lambda: sys.setprofile(None) or look())
+                closing = threading.Thread(target=other.close, daemon=True)
+                closing.start()
+                closing.join(DEADLINE)
+                assert not (closing.is_alive() or ownership.is_open), n
+            finally:
+                gc.enable()
 
 
 @pytest.mark.here

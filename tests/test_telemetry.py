@@ -203,7 +203,7 @@ def test_figures_add_up_what_calls_have_cost(actor):
 @pytest.mark.backends("local")
 def test_a_stall_is_counted_once(actor):
     def n_stalls():
-        watch.soon.set()  # the thread looks at once
+        watch.soon.put(None)  # the thread looks at once
         return figure(telemetry.metrics(), "bandmaster_stalls_total", group=actor.name)
 
     with Telemetry(interval=0.01, budget=1.0) as telemetry:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -150,7 +151,7 @@ class GroupOf(AnyGroup, Generic[W]):
             with self._submitter.gate.renewal():
                 self._start(self._launch)
             if watch is not None and self._ownership.workers().arrivals is not None:  # else the methods run here
-                self._ownership.when_closed(watch.soon.set)
+                self._ownership.when_closed(partial(watch.soon.put, None))
                 watch.begin(self._ownership, self._submitter.work, self)
         except BaseException:
             self._ownership.close()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import sys
 import threading
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 from bandmaster.calls.open_work import OpenWork
@@ -47,14 +48,14 @@ class Watcher:
 
     Attributes:
         stalls: The last notices, oldest first.
-        soon: Set to have the thread look at once, and end if there are no groups any more.
+        soon: Anything put in has the thread look at once, and end if there are no groups any more.
     """
 
     def __init__(self) -> None:
         self.stalls: list[Stall] = []
         self._lock = threading.Lock()
         self._is_running = False
-        self.soon = threading.Event()
+        self.soon: queue.SimpleQueue[None] = queue.SimpleQueue()  # no Event: finalizers put something in, in any thread
         # No group itself, which is closed when it is dropped, nor the owner of its slots, which are free then.
         self._groups: list[_Group] = []
         self._watched: weakref.WeakKeyDictionary[Workers, WatchedCalls] = weakref.WeakKeyDictionary()
@@ -81,8 +82,8 @@ class Watcher:
 
     def _run(self) -> None:
         while self._look():
-            self.soon.wait(LOOK_S)
-            self.soon.clear()
+            with suppress(queue.Empty):
+                self.soon.get(timeout=LOOK_S)
 
     def _look(self) -> bool:
         """Look at all groups; False if there are none, and the thread has to end."""
