@@ -1404,6 +1404,54 @@ def test_ctrl_c_as_a_request_is_cancelled_that_another_event_loop_awaits(make_gr
     assert n > 5, "Ctrl-C came in between"
 
 
+@pytest.mark.backends("inprocess")
+def test_the_group_cancels_requests_though_ctrl_c_came_as_their_method_was_asked_for_first(backend, gate):
+    with bm.ResourcePool([1], backend=backend) as pool:
+        for n in range(1, 1000):
+            group = bm.WorkerGroup(pool, Rollout)
+            was_pressed = pressed(group.hold.options, n)
+            held = group.hold(gate.folder, str(n))
+            assert (group.cancel(), held.cancelled()) == (1, True), n
+            group.close()
+            if not was_pressed:
+                break
+        assert n > 20
+
+
+@pytest.mark.backends("inprocess")
+def test_the_group_cancels_a_request_that_is_sent_just_then(backend, gate, tmp_path):
+    with bm.ResourcePool([1], backend=backend) as pool, ThreadPoolExecutor(1) as threads:
+        group = bm.WorkerGroup(pool, Rollout)
+        for n in range(1, 1000):
+            folder, left = tmp_path / str(n), n
+            folder.mkdir()
+            held = [group.hold(folder, str(i)) for i in range(3)]
+            sending = threads.submit(group.hold, gate.folder, f"last {n}")
+            until(lambda: any(router.waiting for router in group._submitter.work.routers.values()))
+
+            def at_instruction(frame, event, _, folder=folder):
+                nonlocal left
+                frame.f_trace_opcodes = True
+                left -= event == "opcode"
+                if left == 0 and event == "opcode":
+                    (folder / "gate").touch()
+                    sending.result(DEADLINE)  # noqa: B023
+                return at_instruction
+
+            sys.settrace(lambda f, *_, at=at_instruction: at if f.f_code is Router.open_requests.__code__ else None)
+            try:
+                group.cancel()
+            finally:
+                sys.settrace(None)
+            if left > 0:
+                with contextlib.suppress(bm.CallCancelled):
+                    sending.result(DEADLINE).result(DEADLINE)
+                break
+            assert sending.result(DEADLINE).cancelled(), n
+            bm.wait(held, DEADLINE)
+        assert n > 20
+
+
 @pytest.mark.backends("local", "ray")  # in one process, a call has run by the time it is sent
 def test_one_behind_a_call_can_be_cancelled(group, gate):
     held = group.hold.options(replica=0)(gate.folder, "held")

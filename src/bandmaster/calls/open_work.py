@@ -306,7 +306,10 @@ class OpenWork:
         with _LOCK:
             waiting = [call for call in reversed(self.waiting) if is_meant(call.site)]
         n_cancelled = sum([call.cancel() for call in waiting])  # the last one first, so that none is sent meanwhile
-        in_parts = [call for call in living(self._in_parts.valuerefs()) if is_meant(call.site) and not call.is_ended]
+        feeds = living(self._in_parts.valuerefs())
+        in_parts = [
+            call for call in (*list(self.routers.values()), *feeds) if is_meant(call.site) and not call.is_ended
+        ]
         n_cancelled += sum([call.cancel() for call in in_parts if not call.are_requests])
         as_one = set()
         for sent in self._unfinished():
@@ -399,7 +402,7 @@ class OpenWork:
 
     def _end_in_fork(self) -> None:
         self.sending.refuse()
-        found: list[Any] = [*self.waiting, *self._sent, *self._in_parts.values()]
+        found: list[Any] = [*self.waiting, *self._sent, *self.routers.values(), *self._in_parts.values()]
         for one in found:
             one.end_in_fork()
         self.waiting.clear()

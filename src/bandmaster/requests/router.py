@@ -92,9 +92,9 @@ class Router:
             router = routers.get(key)
             if isinstance(router, Router) and router.workers is workers:
                 return router
-            router = routers[key] = cls(submitter, spec, workers)
-            submitter.work.add_in_parts(router)
+            router = cls(submitter, spec, workers)
             workers.reports.on_change = submitter.work.wake_requests
+            routers[key] = router  # last: Ctrl-C leaves no half of it
         return router
 
     # --- choosing ---
@@ -413,7 +413,8 @@ class Router:
 
     def open_requests(self) -> list[Request]:
         """The requests that have not ended."""
-        return [*(request for replica in self.replicas for request in list(replica.open)), *list(self.waiting)]
+        waiting = list(self.waiting)  # first: those that another thread sends meanwhile are with their replicas by then
+        return [*(request for replica in self.replicas for request in list(replica.open)), *waiting]
 
     @property
     def is_ended(self) -> bool:
