@@ -1255,7 +1255,7 @@ def test_ctrl_c_as_a_group_is_given_away_leaves_nothing_once_it_is_closed(backen
             was_pressed = pressed(partial(pickle.dumps, group), n)
             pickle.dumps(group)
             group.close()
-            assert Door._open is None, n
+            assert Door._open is None or group.name not in [one.name for one in Door._open._groups.values()], n
             if not was_pressed:
                 break
         assert n > 5
@@ -1280,7 +1280,7 @@ def test_a_group_that_is_closed_as_another_thread_gives_it_away_leaves_nothing(b
                 group.close()
                 break
             has_closed[0].join(DEADLINE)
-            assert Door._open is None, n
+            assert Door._open is None or group.name not in [one.name for one in Door._open._groups.values()], n
         assert n > 5
 
 
