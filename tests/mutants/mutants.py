@@ -333,8 +333,8 @@ MUTANTS = [
         "            router = routers.get(key)\n"
         "            if isinstance(router, Router) and router.workers is workers:\n"
         "                return router\n"
-        "            router = routers[key]",
-        "            router = routers[key]",
+        "            router = cls",
+        "            router = cls",
         "The first requests of a method that two threads make have a router each.",
     ),
     Mutant(
