@@ -84,6 +84,8 @@ class Watcher:
         while self._look():
             with suppress(queue.Empty):
                 self.soon.get(timeout=LOOK_S)
+                while True:  # one look is enough for all
+                    self.soon.get_nowait()
 
     def _look(self) -> bool:
         """Look at all groups; False if there are none, and the thread has to end."""
