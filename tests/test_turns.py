@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from ctrl_c import pressed
+from ctrl_c import pressed, pressed_when
 from ends import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -386,6 +386,25 @@ def test_a_turn_begins_though_ctrl_c_has_come_as_a_call_was_sent(actor, critic):
         if not was_pressed:
             break
     assert 5 < n < 1999
+
+
+@pytest.mark.backends("inprocess")
+def test_a_turn_begins_though_ctrl_c_has_come_as_the_end_of_a_call_was_told(actor, critic):
+    for n in range(1, 100):
+        left = n
+
+        def is_now(frame, kind, _):
+            nonlocal left
+            left -= kind == "call" and frame.f_code is threading.Condition.__enter__.__code__
+            return left == 0
+
+        with actor.turn(), contextlib.suppress(KeyboardInterrupt), pressed_when(is_now):
+            actor.run([1])
+        with critic.turn(timeout=DEADLINE_S):
+            assert critic.run([1]) == [2]
+        if left > 0:
+            break
+    assert 3 < n < 99
 
 
 @pytest.mark.backends("inprocess", "local")

@@ -272,6 +272,17 @@ class Turn:
         return ", ".join(sorted(repr(taker.name) for taker in self.takers))
 
 
+def _notify() -> None:
+    """Have the threads that wait for a change here look again, also if Ctrl-C comes."""
+    try:
+        with _changed:
+            _changed.notify_all()
+    except BaseException:
+        with _changed:
+            _changed.notify_all()
+        raise
+
+
 def waits() -> dict[Turn, list[Turn]]:
     """The turns that threads and tasks wait for, each with the turns on its slots that others have."""
     with _changed:
@@ -318,7 +329,7 @@ class TurnTaker(Gate):
         self._state = _State.RESIDENT
         self._hook: tuple[_State, Future[Any]] | None = None  # a hook that outlasted the wait for it
         self._is_moving = False  # a thread makes it yield or resume
-        self._n_sending = 0
+        self._sending: set[object] = set()  # an object for each thread that sends a call
         ownership.when_closed(self._has_ended)
         with _changed:
             _takers[self] = None
@@ -338,8 +349,7 @@ class TurnTaker(Gate):
 
     def _has_ended(self) -> None:
         """Wake waiting turns, because the group was closed and its workers have ended."""
-        with _changed:
-            _changed.notify_all()
+        _notify()
 
     @property
     def note(self) -> str:
@@ -362,7 +372,7 @@ class TurnTaker(Gate):
             UsageError: A rival has its turn, or the group has yielded.
         """
         self.ownership.check()
-        is_counted = False
+        one = object()
         try:
             with _changed:
                 why = self._refusal()
@@ -371,14 +381,11 @@ class TurnTaker(Gate):
                         f"cannot call {label}: {why}; call it in its own turn: with group.turn(): ..., or take the "
                         "turns of both groups at once, if both are called: with group.turn(other_group): ..."
                     )
-                self._n_sending += 1
-                is_counted = True
+                self._sending.add(one)
             yield
         finally:
-            with _changed:
-                if is_counted:
-                    self._n_sending -= 1
-                _changed.notify_all()
+            self._sending.discard(one)  # first: Ctrl-C may come before this thread has the lock
+            _notify()
 
     def _refusal(self) -> str | None:
         """The reason why no call may be sent now; None if one may."""
@@ -452,7 +459,7 @@ class TurnTaker(Gate):
     @property
     def _is_busy(self) -> bool:
         """Whether calls are being sent, or it yields, resumes or ends."""
-        return self._n_sending > 0 or self._is_moving or self.ownership.is_ending
+        return bool(self._sending) or self._is_moving or self.ownership.is_ending
 
     @contextlib.contextmanager
     def _moving(self, deadline: Deadline) -> Iterator[None]:
@@ -469,10 +476,9 @@ class TurnTaker(Gate):
             self._settle(deadline)
             yield
         finally:
-            with _changed:
-                if is_mine:
-                    self._is_moving = False
-                _changed.notify_all()
+            if is_mine:
+                self._is_moving = False  # first, as in `admitted`
+            _notify()
 
     def _move(self, state: _State, hook: str, turn: Turn, but: int | None = None) -> None:
         """Change its state by a hook on all ranks but one, after the calls that were submitted before."""
