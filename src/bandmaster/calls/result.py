@@ -91,7 +91,7 @@ class Result(ABC):
 
     @property
     def what_next(self) -> str:
-        """What its `CallTimeout` advises, once it was sent."""
+        """The advice of its `CallTimeout`, once it was sent."""
         return STILL_STOPS if self.is_cancelled else STILL_RUNS
 
     def stacks(self) -> Mapping[int, str]:
