@@ -71,6 +71,7 @@ class GroupOf(AnyGroup, Generic[W]):
     """
 
     _worker_classes: ClassVar[tuple[type[Worker], ...]] = ()
+    _is_numbered: ClassVar[bool] = True  # whether a name that is taken gets a number, unless the user has given it
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -124,7 +125,7 @@ class GroupOf(AnyGroup, Generic[W]):
         own_meshes = checked_mesh(mesh, pool.world_size, pool), checked_meshes(meshes, pool.world_size, pool)
         self._constructor, self._pool = encode_constructor(cls, args, kwargs), pool
         self._ownership = Ownership(self, name or f"{prefix}{cls.__name__}")
-        add_group(self, self._ownership.name, is_numbered=name is None)
+        add_group(self, self._ownership.name, name is None and self._is_numbered)
         try:
             self._set_up(cls, *own_meshes)
             if name is not None:

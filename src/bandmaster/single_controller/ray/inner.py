@@ -34,6 +34,8 @@ PROTECTED = ("WORLD_SIZE", "RANK", "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_S
 class StartedGroup(CoreGroup):
     """A bandmaster group with verl's additions: actor options, environment variables and detached actors."""
 
+    _is_numbered = False  # its actors are found by their names, each of which Ray gives once
+
     def __init__(
         self,
         pool: ResourcePool,
