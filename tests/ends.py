@@ -62,6 +62,12 @@ def in_another_thread(act, *args):
     acting.join(60)
 
 
+def started(thread):
+    """Start a thread, and let it come to its end, or to a lock of this one."""
+    thread.start()
+    thread.join(0.1)
+
+
 def until(holds, timeout_s=60.0):
     """Wait until a condition holds that other processes or threads bring about."""
     deadline = time.monotonic() + timeout_s

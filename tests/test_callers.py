@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from by_value import shown
 from ctrl_c import called_with_a_pause, pressed
-from ends import wait_for
+from ends import started, wait_for
 from hosts import spread
 
 import bandmaster as bm
@@ -1266,20 +1266,13 @@ def test_a_group_that_is_closed_as_another_thread_gives_it_away_leaves_nothing(b
     with bm.ResourcePool([1], backend=backend) as pool:
         for n in range(1, 1000):
             group = bm.WorkerGroup(pool, Rollout)
-            has_closed = []
-
-            def close(group=group, has_closed=has_closed):
-                closing = threading.Thread(target=group.close)
-                closing.start()
-                closing.join(0.1)  # it may wait for a lock of this thread
-                has_closed.append(closing)
-
+            closing = threading.Thread(target=group.close)
             with contextlib.suppress(bm.ClosedError):
-                called_with_a_pause(partial(pickle.dumps, group), n, close, "called.py")
-            if not has_closed:
+                called_with_a_pause(partial(pickle.dumps, group), n, partial(started, closing), "called.py")
+            if closing.ident is None:
                 group.close()
                 break
-            has_closed[0].join(DEADLINE)
+            closing.join(DEADLINE)
             assert Door._open is None or group.name not in [one.name for one in Door._open._groups.values()], n
         assert n > 5
 

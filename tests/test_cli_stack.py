@@ -294,13 +294,13 @@ class Computes(bm.Worker):
 
 @pytest.fixture
 def computing(make_pool):
-    """A group of two ranks, their processes, and their call that runs Python code."""
+    """The processes of two ranks whose call runs Python code."""
     group = bm.WorkerGroup(make_pool([2]), Computes)
     pids, call = group.pid(), group.größe.submit(600)
     deadline = idle_time() + 30
     while not all("in gr" in stack for stack in stacks(pids).values()):
         assert idle_time() < deadline, "the ranks have not come to their call"
-    yield group, pids
+    yield pids
     call.cancel()
 
 
@@ -308,17 +308,15 @@ def computing(make_pool):
 @pytest.mark.backends("local")
 def test_ranks_that_run_python_code_are_asked_for_their_stacks_three_thousand_times(computing):
     """faulthandler reads frames while they are made, and has ended such a rank about once in 1,500 times."""
-    _, pids = computing
     for _ in range(1500):
-        found = stacks(pids)
-        assert all("in größe" in found[pid] for pid in pids), found
+        found = stacks(computing)
+        assert all("in größe" in found[pid] for pid in computing), found
 
 
 @pytest.mark.backends("local")
 def test_ranks_that_run_python_code_tell_their_stacks_themselves(computing):
-    _, pids = computing
-    found = stacks(pids)
-    assert all(found[pid].count("in größe") == 1 for pid in pids), "faulthandler would escape the letters"
+    found = stacks(computing)
+    assert all(found[pid].count("in größe") == 1 for pid in computing), "faulthandler would escape the letters"
 
 
 @pytest.mark.backends("local")

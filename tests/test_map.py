@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from clock import idle_time
 from ctrl_c import called_with_a_pause, done_when, pressed
+from ends import started
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -744,12 +745,6 @@ def test_ctrl_c_in_a_wait_for_the_whole_loses_no_value(group):
         if not was_pressed:
             break
     assert n > 5
-
-
-def started(thread):
-    """Start a thread, and let it come to its end, or to a lock of this one."""
-    thread.start()
-    thread.join(0.1)
 
 
 @pytest.mark.backends("inprocess")
